@@ -1,0 +1,86 @@
+# kvrepro: everything from a fresh clone. Needs Python 3.11, make and a package index.
+#
+#   make reproduce                  the main job: run, notebooks, figures, table
+#   make reproduce PROFILE=smoke MODEL=smollm2-135m DEVICE=cpu RETAIN=0.25
+
+PROFILE ?= quick
+MODEL ?= smollm2-135m
+DEVICE ?= cpu
+# share of the cache to keep; empty: what the profile says
+RETAIN ?=
+# any Python 3.11
+PYTHON ?= python3.11
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+OUT := results/$(PROFILE)
+RUN = $(BIN)/kvrepro run --profile $(PROFILE) --model $(MODEL) $(if $(RETAIN),--retain $(RETAIN))
+NOTEBOOKS = $(BIN)/kvrepro notebooks --profile $(PROFILE) --model $(MODEL) $(if $(RETAIN),--retain $(RETAIN))
+
+.PHONY: help venv reproduce notebooks figures demo test gpu lint clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*##/:/' | awk -F: '{printf "make %-10s%s\n", $$1, $$2}'
+	@echo
+	@echo "Parameters: PROFILE=$(PROFILE) (smoke, quick, full) MODEL=$(MODEL) DEVICE=$(DEVICE) RETAIN=$(RETAIN) PYTHON=$(PYTHON)"
+
+reproduce: $(STAMP)  ## run the experiments, execute the notebooks, draw the figures, print the main table
+	$(RUN) --device $(DEVICE) --out $(OUT)
+	$(NOTEBOOKS) --device $(DEVICE) --out $(OUT)/notebooks
+	$(BIN)/kvrepro figures $(OUT)
+	$(BIN)/kvrepro table $(OUT)
+
+notebooks: $(STAMP)  ## execute the notebooks into results/PROFILE/notebooks
+	$(NOTEBOOKS) --device $(DEVICE) --out $(OUT)/notebooks
+
+figures: $(STAMP)  ## redraw the figures from stored results, no model needed
+	$(BIN)/kvrepro figures $(OUT)
+
+demo: $(STAMP)  ## two minutes: one prompt, three methods, one figure
+	$(BIN)/kvrepro demo
+
+test: $(STAMP)  ## all tests, then every notebook in profile smoke
+	$(BIN)/python -m pytest tests
+	KVREPRO_PROFILE=smoke $(BIN)/python -m pytest --nbval-lax --nbval-current-env notebooks
+
+gpu: $(STAMP)  ## tests and experiments on CUDA
+	$(BIN)/python -m pytest tests
+	$(RUN) --device cuda --out $(OUT)-cuda
+	$(BIN)/kvrepro table $(OUT)-cuda
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove the environment, the caches and the results (not the model cache in the home folder)
+	rm -rf .venv results build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+venv: $(STAMP)  ## create .venv with the locked dependencies
+
+# rebuilt whenever the lock or the package's description changes
+$(STAMP): requirements.lock pyproject.toml
+	@is_311='import sys; sys.exit(sys.version_info[:2] != (3, 11))'; \
+	for python in "$(PYTHON)" python3.11 python3 python; do \
+	    if "$$python" -c "$$is_311" >/dev/null 2>&1; then break; fi; python=; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo "kvrepro needs Python 3.11 and finds none; install it, or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; \
+	fi; \
+	if ! $(BIN)/python -c "$$is_311" >/dev/null 2>&1; then \
+	    echo "creating .venv with $$($$python --version)"; "$$python" -m venv --clear .venv; \
+	fi
+	@echo "installing $$(grep -c == requirements.lock) pinned packages into .venv (minutes the first time)"
+	@$(BIN)/pip install --disable-pip-version-check --progress-bar off -r requirements.lock 2>&1 | tee .venv/install.log \
+	    | awk '/^(Collecting|Processing|Requirement already)/ && ++n % 25 == 0 {print "  " n " found"; fflush()} \
+	           /^Installing collected/ {print "  all found, unpacking"; fflush()}' \
+	    || { tail -n 15 .venv/install.log >&2; exit 1; }
+	@$(BIN)/pip install --disable-pip-version-check --quiet --no-deps -e . 2>&1 | tee -a .venv/install.log >/dev/null \
+	    || { tail -n 15 .venv/install.log >&2; exit 1; }
+	@touch $@

@@ -1,0 +1,526 @@
+"""All that depends on the transformers version: the attention function, the cache and its layers.
+
+transformers 5.24 calls ``cache.update(k, v, layer_idx, kwargs=kwargs)`` and hands **the same dict** as keyword
+arguments to the attention function, so a cache layer puts itself in there: no module is patched, nothing global is
+kept.  Registered as ``attn_implementation="kvrepro"`` (the stock sdpa kernel underneath).
+
+    model, tokenizer = kvrepro.load("smollm2-135m")
+    cache = kvrepro.make_cache(model, "selkv", retain=0.25)
+    model.generate(**tokenizer("...", return_tensors="pt"), cache=cache)
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as softcapped_attention_forward
+
+from .attention import Observed, attend, attend_causal, attend_observed, causal_tail
+from .entries import Entries, Rows
+from .errors import UserError
+from .methods import Budget, Method, make
+from .models import SUPPORTED
+from .rope import Rope
+
+IMPLEMENTATION = "kvrepro"
+VERSION = "5.24.0"  # the source this file was written against; tests/test_hf.py fails loudly on another
+
+Output = tuple[Tensor, Tensor | None]
+
+
+def stock_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> Output:
+    """The unmodified model's own kernel: sdpa, and Gemma 2's eager one where logits are soft-capped."""
+    if kwargs.get("softcap") is None:
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    if mask is None and query.shape[2] > 1:
+        mask = causal_tail(query.shape[2], key.shape[2], query.device, query.dtype) == 0
+        mask = mask[None, None]
+    if mask is not None:  # the eager kernel adds its mask, as transformers' eager_mask writes it
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, lowest)
+    return softcapped_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    kvrepro: CompressedLayer | bool | None = None,
+    **kwargs: Any,
+) -> Output:
+    """The registered attention function; the cache put ``kvrepro`` among the keyword arguments."""
+    if isinstance(kvrepro, CompressedLayer):
+        return kvrepro.attend(module, query, key, value, attention_mask, **kwargs)
+    if kvrepro is None and (kwargs.get("use_cache") or key.shape[2] != query.shape[2]):
+        raise UserError(
+            "this model runs kvrepro's attention but the cache is not one of kvrepro's, so nothing would be compressed; "
+            "pass cache=kvrepro.make_cache(model, ...), or use_cache=False, or model.set_attn_implementation('sdpa')"
+        )
+    return stock_attention(module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register(IMPLEMENTATION, attention_forward)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)  # the stock one: None would break sliding layers
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method with its budget."""
+
+    method: Method
+    budget: Budget
+
+
+@dataclass
+class Row:
+    """One row of a layer after prefill: a sample under an arm."""
+
+    arm: Arm
+    seen: int  # prompt tokens, padding not counted
+    m: int
+    untouched: bool
+    entries: Entries | None  # None once they moved into the layer's ``Rows``
+    positions: Tensor  # of the prompt's entries, [Hkv or 1, m]
+    diagnostics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0  # of compression
+
+
+class CompressedLayer(DynamicLayer):
+    """One layer: compresses inside the prefill, right after attending; then grows by raw tokens.
+
+    ``stock``: nothing was dropped from any row, so the stock kernel goes on (bit-identical to the plain model).
+    """
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, arms: Sequence[Arm], rope: Rope, layer: int, layers: int) -> None:
+        super().__init__()
+        self.arms, self.rope, self.layer, self.layers = tuple(arms), rope, layer, layers
+        self.prompt: list[Row] = []  # empty until the first forward
+        self.rows: Rows | None = None  # built from ``prompt`` when the first token after it comes
+        self.seen = 0  # logical tokens, padding counted, as transformers counts
+        self.stock = False
+
+    # What transformers asks
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        kwargs["kwargs"]["kvrepro"] = self
+        return key_states, value_states  # stored in ``attend``, which knows the queries and the mask
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        physical = self._physical()
+        return physical + query_length, self.seen - physical
+
+    def _physical(self) -> int:
+        if self.rows is not None:
+            return self.rows.length
+        return max((row.positions.shape[1] for row in self.prompt), default=0)
+
+    def reset(self) -> None:
+        self.prompt, self.rows, self.seen, self.stock = [], None, 0, False
+
+    # Attention
+
+    def attend(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> Output:
+        new = query.shape[2]
+        if not self.prompt:
+            self.seen += new
+            return self._prefill(module, query, key, value, mask, **kwargs)
+        rows = self._stacked()
+        self.seen += new
+        if self.stock:
+            rows.append(key, value)
+            keys, values, _ = rows.view()
+            return stock_attention(module, query, keys, values, mask, **kwargs)
+        # The model's mask has one shape for all layers; only its last columns, the new tokens', hold for this one.
+        rows.append(key, value, None if mask is None else mask[:, 0, -1, -new:])
+        out = attend(query, *rows.view(), kwargs["scaling"], kwargs.get("softcap"))
+        return out.transpose(1, 2).contiguous(), None
+
+    def _stacked(self) -> Rows:
+        if self.rows is None:
+            self.rows = Rows([row.entries for row in self.prompt if row.entries is not None])
+            for row in self.prompt:
+                row.entries = None
+        return self.rows
+
+    def _prefill(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> Output:
+        batch, _, length, _ = query.shape
+        valid = None if mask is None else mask[:, 0, -1]  # [B, n] bool; the last query sees all but padding
+        counts = [length] * batch if valid is None else valid.sum(1).tolist()
+        plan = [(b, arm, arm.budget.resolve(counts[b])) for arm in self.arms for b in range(batch)]
+        untouched = [arm.method.untouched(counts[b], m) for b, arm, m in plan]
+
+        if all(untouched):  # padding stays in place: the model's own mask goes on
+            self.stock = True
+            where = torch.arange(length, device=key.device)[None]
+            self.prompt = [Row(arm, counts[b], m, True, Entries(key[b], value[b], where), where) for b, arm, m in plan]
+            return stock_attention(module, query, key, value, mask, **kwargs)
+
+        chunked = self.arms[0].method.schedule != "one-shot"
+        if chunked and not any(untouched):
+            out, lse = query.new_zeros(batch, length, query.shape[1], value.shape[-1]), None
+        else:
+            out, lse = self._whole(module, query, key, value, mask, **kwargs)
+        places = kwargs.get("position_ids")
+        if places is None:
+            places = torch.arange(length, device=key.device)[None]
+        places = places.expand(batch, -1)
+        seen: list[tuple[Entries, Observed]] = []  # of each sample, shared by its arms
+        for b in range(batch):
+            own = slice(None) if valid is None else valid[b]
+            entries = Entries(key[b][:, own], value[b][:, own], places[b : b + 1, own])
+            lse_row = None if lse is None else lse[b]
+            observed = Observed(
+                query[b][:, own], kwargs["scaling"], self.rope, kwargs.get("softcap"), self.layer, self.layers, lse_row
+            )
+            seen.append((entries, observed))
+        for (b, arm, m), passes in zip(plan, untouched, strict=True):
+            entries, observed = seen[b]
+            row = Row(arm, counts[b], m, passes, entries, entries.positions)
+            if not passes and chunked:
+                out[b, slice(None) if valid is None else valid[b]] = self._chunked(row, observed).transpose(0, 1)
+            elif not passes:
+                self._compress(row, entries, observed)
+            assert row.entries is not None
+            row.positions = row.entries.positions
+            self.prompt.append(row)
+        return out, None
+
+    def _whole(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Stock attention of the prompt, [B, n, H, D], with its logsumexp [B, H, n] where a kernel gives it."""
+        if mask is None and kwargs.get("softcap") is None:
+            both = attend_causal(query, key, value, kwargs["scaling"])
+            if both is not None:
+                return both[0].transpose(1, 2).contiguous(), both[1]
+        return stock_attention(module, query, key, value, mask, **kwargs)[0], None
+
+    @staticmethod
+    def _compress(row: Row, entries: Entries, observed: Observed) -> None:
+        started = time.perf_counter()
+        row.entries, diagnostics = row.arm.method.compress(entries, observed, row.m)
+        for name, number in diagnostics.items():
+            row.diagnostics[name] = row.diagnostics.get(name, 0) + number
+        row.seconds += time.perf_counter() - started
+
+    def _chunked(self, row: Row, whole: Observed) -> Tensor:
+        """Attend chunk by chunk to what is stored and to the chunk itself; returns [H, n, D]."""
+        raw, outputs, start = row.entries, [], 0
+        assert raw is not None
+        stored: Entries | None = None
+        for size in row.arm.method.chunks(len(raw), row.m):
+            stop = start + size
+            piece = slice(start, stop)
+            fresh = Entries(raw.keys[:, piece], raw.values[:, piece], raw.positions[:, piece])
+            stored = fresh if stored is None else stored.extend(fresh.keys, fresh.values, fresh.positions)
+            observed = Observed(
+                whole.queries[:, piece], whole.scaling, whole.rope, whole.softcap, whole.layer, whole.layers
+            )
+            outputs.append(attend_observed(stored, observed))
+            self._compress(row, stored, observed)
+            stored = row.entries
+            start = stop
+        row.diagnostics |= row.arm.method.used(len(raw), row.m)
+        return torch.cat(outputs, 1)
+
+    # Not possible on compressed entries, so said rather than inherited
+
+    def _refuse(self, what: str) -> None:
+        raise UserError(f"{what} is not possible with a compressed cache; use greedy decoding or sampling without it")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._refuse("cropping (assisted decoding)")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._refuse("reordering (beam search)")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._refuse("repeating rows")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._refuse("selecting rows")
+
+    def offload(self) -> None:
+        self._refuse("offloading")
+
+    def prefetch(self) -> None:
+        self._refuse("offloading")
+
+
+class KVCache(Cache):
+    """A compressed cache for ``generate(cache=...)``; make it with :func:`make_cache`.
+
+    Several arms may share one prefill of one sample: its rows are then the arms, and :meth:`split` takes them apart
+    before decoding.
+    """
+
+    def __init__(self, model: PreTrainedModel, arms: Sequence[Arm]) -> None:
+        config = model.config.get_text_config(decoder=True)
+        if config.model_type not in SUPPORTED:
+            raise UserError(
+                f"the architecture {config.model_type!r} is not supported, so nothing would be compressed; "
+                f"supported are {', '.join(SUPPORTED)}"
+            )
+        schedules = {arm.method.schedule for arm in arms}
+        if len(arms) > 1 and schedules != {"one-shot"}:
+            raise UserError("a chunked method attends to its own merged past, so it cannot share a prefill; run it alone")
+        layers = list(DynamicCache(config=config).layers)
+        compressible = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        for order, index in enumerate(compressible):
+            layers[index] = CompressedLayer(arms, _rope(model, index), order, len(compressible))
+        if config._attn_implementation != IMPLEMENTATION:
+            model.set_attn_implementation(IMPLEMENTATION)
+        self.arms = tuple(arms)
+        super().__init__(layers=layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if "kwargs" not in kwargs:
+            raise UserError("this architecture does not hand its keyword arguments to the cache, so nothing would be compressed")
+        if layer_idx == 0 and self.get_seq_length() == 0:
+            _refuse_chunked_generate()
+            self._refuse_undriven()
+            self._warn_of_no_effect(key_states.shape[2])
+        kwargs["kwargs"]["kvrepro"] = True  # a sliding layer: stock, but one of ours
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    driving = False
+
+    def _refuse_undriven(self) -> None:
+        name = self.arms[0].method.name
+        if self.arms[0].method.schedule == "driven" and not self.driving:
+            raise UserError(f"{name} needs passes of its own; call kvrepro.prefill(model, cache, input_ids) before generate()")
+
+    def _warn_of_no_effect(self, n: int) -> None:
+        idle = [arm.method.untouched(n, arm.budget.resolve(n)) for arm in self.arms]
+        if not self.compressed_layers() and not all(idle):
+            warnings.warn("every layer of this model has a sliding window, so nothing is compressed", stacklevel=2)
+
+    def compressed_layers(self) -> list[CompressedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+
+    # Several arms on one prefill (the harness)
+
+    def split(self, *groups: Sequence[int]) -> list[KVCache]:
+        """Take the rows of a shared prefill apart: one cache for each group of arm indices, nothing copied yet."""
+        caches = []
+        for group in groups:
+            cache = copy.copy(self)
+            cache.arms = tuple(self.arms[i] for i in group)
+            cache.layers = [_rows_of(layer, group) for layer in self.layers]
+            caches.append(cache)
+        return caches
+
+    @staticmethod
+    def join(caches: Sequence[KVCache]) -> KVCache:
+        """Caches of the same prompt, prefilled apart, as rows of one; none may have decoded yet."""
+        joined = copy.copy(caches[0])
+        joined.arms = tuple(arm for cache in caches for arm in cache.arms)
+        joined.layers = [_joined([cache.layers[i] for cache in caches]) for i in range(len(caches[0].layers))]
+        return joined
+
+    def mark(self) -> list[Any]:
+        """The present length, for :meth:`rewind`."""
+        return [
+            (layer.seen, layer._stacked().length) if isinstance(layer, CompressedLayer) else copy.copy(layer.__dict__)
+            for layer in self.layers
+        ]
+
+    def rewind(self, mark: list[Any]) -> None:
+        """Forget the tokens appended since ``mark``."""
+        for layer, state in zip(self.layers, mark, strict=True):
+            if isinstance(layer, CompressedLayer):
+                rows = layer._stacked()
+                layer.seen = state[0]
+                rows.truncate(rows.length - state[1])
+            else:
+                layer.__dict__.update(state)  # tensors are replaced by appending, never written into
+
+    # What is held
+
+    def report(self) -> list[dict[str, Any]]:
+        """What each layer holds, one dict per layer and row.
+
+        Keys: layer, row, method, retain or budget as given, m (entries allowed), untouched, seen (tokens, padding not
+        counted), entries (held now), positions (of the prompt's entries, [Hkv or 1, m]), bytes_used (per entry and KV
+        head a key, a value and, where there is one, its bias), bytes_allocated (buffers; at most a block of 256 more a
+        row), and the method's diagnostics.  Sliding-window layers are listed with method "sliding-window".
+        """
+        lines: list[dict[str, Any]] = []
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, CompressedLayer):
+                lines += [{"layer": index, **line} for line in _report(layer)]
+            elif layer.is_initialized:
+                held = layer.keys.numel() * layer.keys.element_size() * 2
+                lines.append({
+                    "layer": index, "row": 0, "method": "sliding-window", "untouched": True,
+                    "seen": layer.get_seq_length(), "entries": layer.keys.shape[2], "bytes_used": held,
+                    "bytes_allocated": held,
+                })  # fmt: skip
+        return lines
+
+    @property
+    def compression_seconds(self) -> list[float]:
+        """Seconds spent in ``compress``, for each row, over all layers."""
+        layers = self.compressed_layers()
+        return [sum(layer.prompt[row].seconds for layer in layers) for row in range(len(layers[0].prompt))]
+
+
+def _report(layer: CompressedLayer) -> list[dict[str, Any]]:
+    if not layer.prompt:
+        return []
+    rows = layer._stacked()
+    appended = rows.length - rows.compressed
+    return [
+        {
+            "row": index,
+            "method": row.arm.method.name,
+            "retain": row.arm.budget.retain,
+            "budget": row.arm.budget.entries,
+            "m": row.m,
+            "untouched": row.untouched,
+            "seen": row.seen + appended,
+            "entries": rows.held[index] + appended,
+            "positions": row.positions,
+            "bytes_used": rows.bytes_used(index),
+            "bytes_allocated": rows.bytes_allocated() // len(layer.prompt),
+            **row.diagnostics,
+        }
+        for index, row in enumerate(layer.prompt)
+    ]
+
+
+def _rows_of(layer: CacheLayerMixin, group: Sequence[int]) -> CacheLayerMixin:
+    """The rows ``group`` of a layer that holds arms; a sliding layer holds the one sample, repeated for them."""
+    part = copy.copy(layer)
+    if isinstance(layer, CompressedLayer) and isinstance(part, CompressedLayer):
+        part.prompt = [copy.copy(layer.prompt[i]) for i in group]
+        part.stock = all(row.untouched for row in part.prompt)
+    elif layer.is_initialized:
+        part.keys, part.values = (x.expand(len(group), -1, -1, -1) for x in (layer.keys, layer.values))
+    return part
+
+
+def _joined(layers: Sequence[CacheLayerMixin]) -> CacheLayerMixin:
+    whole = copy.copy(layers[0])
+    if isinstance(whole, CompressedLayer):
+        parts = [layer for layer in layers if isinstance(layer, CompressedLayer)]
+        whole.prompt = [row for layer in parts for row in layer.prompt]
+        whole.stock = all(layer.stock for layer in parts)
+    elif whole.is_initialized:
+        whole.keys = torch.cat([layer.keys for layer in layers])
+        whole.values = torch.cat([layer.values for layer in layers])
+    return whole
+
+
+def _rope(model: PreTrainedModel, index: int) -> Rope:
+    """The model's own rotary tables for layer ``index``."""
+    rotary = model.get_decoder().rotary_emb
+    extra, kind = {}, rotary.rope_type
+    if "layer_type" in inspect.signature(rotary.forward).parameters:  # Gemma 3 has a table for each layer type
+        extra["layer_type"] = model.config.get_text_config(decoder=True).layer_types[index]
+        kind = kind[extra["layer_type"]]
+
+    def tables(positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return rotary(torch.empty(0, dtype=dtype, device=positions.device), positions, **extra)
+
+    return Rope(tables, changes=kind in ("dynamic", "longrope"))
+
+
+def _refuse_chunked_generate() -> None:
+    """generate(prefill_chunk_size=...) would show us the prompt in pieces, and the first would be compressed alone.
+
+    Nothing that reaches a cache tells the pieces from a follow-up turn, so we look at the caller itself, once a
+    prompt.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_prefill":
+        frame = frame.f_back
+    config = None if frame is None else frame.f_locals.get("generation_config")
+    if getattr(config, "prefill_chunk_size", None) is not None:
+        raise UserError("generate(prefill_chunk_size=...) would compress the first piece alone; leave it out")
+
+
+def make_cache(
+    model: PreTrainedModel,
+    method: str | Method,
+    *,
+    retain: float | None = None,
+    budget: int | None = None,
+    **settings: Any,
+) -> KVCache:
+    """A cache for ``model.generate(**inputs, cache=cache)`` that compresses the prompt right after the prefill.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Of a supported architecture.  Its attention implementation is set to "kvrepro" (the stock sdpa kernel
+        underneath); ``model.set_attn_implementation("sdpa")`` sets it back.
+    method : str or Method
+        A name, ``"selkv"``, an arm of it, ``"selkv/evict"``, or a made method.
+    retain : float, optional
+        Share of the prompt's tokens to hold a layer and KV head, in (0, 1].
+    budget : int, optional
+        Entries to hold instead, at least 1.  Without either, everything is held (as ``full`` does).
+    **settings
+        Of the method; see ``kvrepro explain METHOD``.
+
+    Raises
+    ------
+    UserError
+        Unknown method or setting, a budget out of range, an unsupported architecture.
+
+    Examples
+    --------
+    >>> cache = kvrepro.make_cache(model, "selkv", retain=0.25)      # doctest: +SKIP
+    >>> model.generate(**inputs, cache=cache, max_new_tokens=32)     # doctest: +SKIP
+    """
+    if isinstance(method, Method) and settings:
+        raise UserError("settings go with a method's name; a made method has its own")
+    chosen = method if isinstance(method, Method) else make(method, **settings)
+    if retain is None and budget is None:
+        retain = 1.0
+    return KVCache(model, [Arm(chosen, Budget(retain, budget))])
+
+
+def prefill(model: PreTrainedModel, cache: KVCache, input_ids: Tensor) -> None:
+    """Run what a driven method needs before ``generate``: all tokens but the last, in passes of its own.
+
+    A method that compresses inside the forward pass needs nothing, so this returns at once and ``generate`` prefills.
+
+    Parameters
+    ----------
+    input_ids : Tensor [1, n], int64
+    """
+    method = cache.arms[0].method
+    if method.schedule == "driven":
+        method.drive(model, cache, input_ids)

@@ -1,0 +1,161 @@
+"""What a method is: a frozen dataclass of settings with one pure function, ``compress``.
+
+To add one: subclass ``Method`` in a file of its own, declare its settings with ``setting(...)``, write ``compress``,
+decorate the class with ``@register``, and import the file in ``methods/__init__.py``.  Nothing else has to know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from ..attention import Observed
+from ..entries import Entries
+from ..errors import UserError
+
+Diagnostics = dict[str, float]
+
+
+def setting(
+    default: Any, doc: str, source: str, choices: tuple[Any, ...] | None = None, least: float | None = None
+) -> Any:
+    """A setting of a method: its default, what it does, and whether the paper says so or we chose.
+
+    ``source`` is shown by ``kvrepro explain``; ``choices`` and ``least`` are checked when a method is made.
+    """
+    return dataclasses.field(
+        default=default, metadata={"doc": doc, "source": source, "choices": choices, "least": least}
+    )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many entries a layer may hold after prefill: a share of the prompt, or a number.
+
+    Attributes
+    ----------
+    retain : float or None
+        Share in (0, 1]; m = floor(retain·n + 0.5), at least 1.
+    entries : int or None
+        m itself, at least 1.
+    """
+
+    retain: float | None = None
+    entries: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.retain is None) == (self.entries is None):
+            raise UserError("give the budget either as retain= (a share in (0, 1]) or as budget= (entries), not both")
+        if self.retain is not None and not (0 < self.retain <= 1):  # NaN fails too
+            raise UserError(f"retain={self.retain} is not a share; give a number above 0 and at most 1")
+        if self.entries is not None and (self.entries != int(self.entries) or self.entries < 1):
+            raise UserError(f"budget={self.entries} is not a number of entries; give an integer of at least 1")
+
+    def resolve(self, n: int) -> int:
+        """m for a prompt of n tokens (SelKV, step 2: round half up)."""
+        if self.entries is not None:
+            return int(self.entries)
+        assert self.retain is not None
+        return max(1, math.floor(self.retain * n + 0.5))
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to compress a layer; subclasses add settings and ``compress``.
+
+    Class attributes
+    ----------------
+    name : str
+    schedule : "one-shot", "chunked" or "driven"
+        one-shot: called once, after the prompt was attended to whole.  chunked: the layer splits the prompt by
+        ``chunks`` and calls ``compress`` after each chunk has attended to what is stored.  driven: like chunked,
+        but needs passes of its own through the model (see ``kvrepro.prefill``).
+    formula, paper : str
+        For ``kvrepro explain``.
+    arms : mapping
+        Named variations: arm -> settings.
+    """
+
+    name: ClassVar[str]
+    schedule: ClassVar[str] = "one-shot"
+    formula: ClassVar[str]
+    paper: ClassVar[str]
+    arms: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, choices, least = getattr(self, field.name), field.metadata["choices"], field.metadata["least"]
+            where = f"{self.name}: {field.name}={value!r}"
+            if choices is not None and value not in choices:
+                raise UserError(f"{where} is not known; choose from {', '.join(map(repr, choices))}")
+            if least is not None and value is not None and not value >= least:
+                raise UserError(f"{where} is too small; give at least {least}")
+
+    def untouched(self, n: int, m: int) -> bool:
+        """Whether a prompt of n tokens passes through as it is under a budget of m entries."""
+        return m >= n
+
+    def chunks(self, n: int, m: int) -> list[int]:
+        """Lengths of the chunks a prompt is attended in; one-shot methods take it whole."""
+        return [n]
+
+    def used(self, n: int, m: int) -> Diagnostics:
+        """Sizes that the budget fixes (recorded beside the diagnostics, once)."""
+        return {}
+
+    def compress(self, entries: Entries, observed: Observed, m: int) -> tuple[Entries, Diagnostics]:
+        """Reduce ``entries`` to at most ``m``, from what the layer saw; diagnostics of chunks are summed."""
+        raise NotImplementedError
+
+    def drive(self, model: Any, cache: Any, input_ids: Any) -> None:
+        """The passes of a driven method over all tokens but the last; only driven methods have them."""
+        raise NotImplementedError
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+REGISTRY: dict[str, type[Method]] = {}
+M = TypeVar("M", bound=type[Method])
+
+
+def register(method: M) -> M:
+    """Class decorator: make the method known by its name."""
+    REGISTRY[method.name] = method
+    return method
+
+
+def available() -> list[str]:
+    """Names of all methods."""
+    return list(REGISTRY)
+
+
+def method_class(name: str) -> type[Method]:
+    """The class registered under ``name``; an unknown name is a UserError that lists the known ones."""
+    if name not in REGISTRY:
+        raise UserError(f"unknown method {name!r}; known are {', '.join(available())}")
+    return REGISTRY[name]
+
+
+def make(name: str, **settings: Any) -> Method:
+    """A method by name, ``"selkv"`` or with an arm ``"selkv/evict"``; ``settings`` override the arm's.
+
+    Examples
+    --------
+    >>> make("selkv/evict").bias
+    'none'
+    """
+    base, _, arm = name.partition("/")
+    cls = method_class(base)
+    if arm and arm not in cls.arms:
+        raise UserError(f"{base} has no arm {arm!r}; its arms are {', '.join(cls.arms) or 'none'}")
+    chosen = {**(cls.arms[arm] if arm else {}), **settings}
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key in chosen:
+        if key not in known:
+            raise UserError(f"{base} has no setting {key!r}; its settings are {', '.join(known) or 'none'}")
+    return cls(**chosen)

@@ -1,0 +1,67 @@
+"""From a sample to token ids: chat template or raw, one BOS, LongBench's middle truncation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvrepro.errors import UserError
+from kvrepro.tasks.base import Sample
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a prompt, and whether its middle was cut out."""
+
+    input_ids: list[int]
+    truncated: bool
+
+
+def encode(tokenizer: Any, sample: Sample, limit: int) -> Encoded:
+    """Encode a sample for a model.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+    sample : Sample
+    limit : int
+        Longest prompt in tokens. As in LongBench the prompt itself is measured (BOS included) and, where it is longer,
+        replaced by its first and last ``limit // 2`` tokens, decoded; the chat template comes on top, so leave
+        room for it and for the answer below the model's context length.
+
+    Returns
+    -------
+    Encoded
+        Exactly one BOS in front where the tokenizer sets one, whether or not the template writes it, too. A base model
+        without a chat template gets the raw prompt.
+
+    Raises
+    ------
+    UserError
+        If ``limit`` is below 2.
+    """
+    if limit < 2:
+        raise UserError(
+            f"prompt limit {limit} is too small; truncation keeps two halves; give at least 2 tokens"
+        )
+    prompt, truncated = sample.prompt, False
+    ids = tokenizer(prompt)["input_ids"]
+    if len(ids) > limit:
+        half = limit // 2
+        prompt = "".join(
+            tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:])
+        )
+        truncated = True
+    if sample.chat and tokenizer.chat_template is not None:
+        message = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    if _adds_bos(tokenizer) and ids[:1] != [tokenizer.bos_token_id]:
+        ids.insert(0, tokenizer.bos_token_id)
+    return Encoded(ids, truncated)
+
+
+def _adds_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer by itself begins a text with BOS (some define a BOS that their model never saw there)."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]

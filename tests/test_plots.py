@@ -1,0 +1,256 @@
+"""Figures: reproducible bytes, one look a method, and the numbers shown are the numbers given.
+
+Also the published numbers, which stand beside ours in tables and figures.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgb
+
+from kvrepro import plots, published, results, stats
+from kvrepro.errors import UserError
+from kvrepro.tasks.base import CATEGORIES
+
+ARMS = ("full", "snapkv", "selkv", "selkv/evict", "kvslimmer", "mine")
+
+
+@pytest.fixture(scope="module")
+def records() -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    rows = []
+    for category, i in itertools.product(CATEGORIES, range(4)):
+        base = rng.uniform(20, 80)
+        for k, arm in enumerate(ARMS):
+            kl = k * rng.uniform(0.05, 0.1)
+            rows.append(
+                {"sample": f"{category}/{i}", "task": category, "category": category, "method": arm, "arm": arm,
+                 "retain": 1.0 if arm == "full" else 0.25, "score": base - 3 * k, "nll": 1 + kl, "kl": kl,
+                 "agree": 1 - kl, "kept_entries": 0.25, "kept_bytes": 0.25}
+            )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+@pytest.fixture(scope="module")
+def drawn(records) -> dict[str, plots.Figure]:
+    """Every figure of the module, small."""
+    rng = np.random.default_rng(1)
+    positions = np.arange(200)
+    mass = rng.dirichlet(np.ones(200))
+    attention = pd.concat(
+        pd.DataFrame({"position": positions, "variant": variant, "mass": mass * scale})
+        for variant, scale in (("full", 1), ("evicted", 0.6), ("merged", 0.6), ("compensated", 0.9))
+    )
+    tokens = pd.concat(
+        pd.DataFrame({"head": h, "position": positions, "state": rng.choice(list(plots.STATES), 200)})
+        for h in range(2)
+    )
+    cosines = pd.DataFrame(
+        [
+            {"layer": layer, "kind": kind, "cosine": rng.uniform()}
+            for layer, kind, _ in itertools.product(range(5), ("key", "value"), range(3))
+        ]
+    )
+    comparison = stats.compare(records, ["score", "kl"], ["selkv", "snapkv"], "selkv/evict", n_boot=200)
+    return {
+        "main_scores": plots.main_scores(stats.means(records, ["score", "kl"], ARMS, n_boot=200)),
+        "categories": plots.categories(records, "score"),
+        "categories_kl": plots.categories(records, "kl"),
+        "intervals": plots.intervals(comparison),
+        "sag": plots.sag(attention),
+        "entries_map": plots.entries_map(tokens),
+        "adjacent_similarity": plots.adjacent_similarity(cosines),
+        "cardinality": plots.cardinality(pd.DataFrame({"cardinality": [1, 1, 1, 2, 4, 5, 9, 40]})),
+    }
+
+
+def texts(figure: plots.Figure) -> list[str]:
+    return [text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
+
+
+def test_saving_twice_gives_the_same_bytes_and_names_no_date_or_version(drawn, tmp_path):
+    for name, figure in drawn.items():
+        first = {path.name: path.read_bytes() for path in plots.save(figure, tmp_path / "a", name)}
+        again = {path.name: path.read_bytes() for path in plots.save(figure, tmp_path / "b", name)}
+        assert first == again
+        assert set(first) == {f"{name}.png", f"{name}.svg", f"{name}.csv"}
+        assert b"Software" not in first[f"{name}.png"]
+        for word in (b"<dc:date>", b"Matplotlib v"):
+            assert word not in first[f"{name}.svg"]
+
+
+def test_drawing_leaves_the_callers_settings_and_no_open_figure(drawn, records):
+    import matplotlib.pyplot as plt
+
+    before = dict(matplotlib.rcParams)
+    plots.categories(records)
+    assert dict(matplotlib.rcParams) == before
+    assert plt.get_fignums() == []
+    assert drawn["sag"]._repr_png_().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("width", ["png", "svg"])
+def test_no_label_lies_outside_the_figure(drawn, width):
+    dpi = 150 if width == "png" else 72
+    for name, figure in drawn.items():
+        figure.set_dpi(dpi)
+        figure.draw_without_rendering()
+        frame = figure.bbox
+        for text in figure.findobj(matplotlib.text.Text):
+            if text.get_visible() and text.get_text():
+                box = text.get_window_extent()
+                inside = frame.x0 - 1 <= box.x0 and box.x1 <= frame.x1 + 1
+                assert inside, f"{name}: {text.get_text()!r} is cut off"
+
+
+def test_the_figures_show_what_they_were_given(drawn, records):
+    table = results.by_category(records, "score").droplevel("retain")
+    shown = texts(drawn["categories"])
+    assert f"{table.loc['selkv', 'code']:.1f}" in shown
+    assert f"{table.loc['full', 'average']:.1f}" in shown
+    assert {"full cache", "SelKV", "KVSlimmer", "mine"} <= set(shown)
+
+    shown = texts(drawn["intervals"])
+    row = drawn["intervals"].data.iloc[0]
+    assert f"{row['diff']:+.2f}" in shown
+    assert any("SelKV: evict only" in text and "n = 24" in text for text in shown)
+    band = drawn["intervals"].axes[0].collections[0].get_datalim(drawn["intervals"].axes[0].transData)
+    assert (band.x0, band.x1) == pytest.approx((-row["detectable"], row["detectable"]))
+
+    bars = drawn["cardinality"].data.set_index("tokens")["entries"]
+    assert dict(bars[bars > 0]) == {"1": 3, "2": 1, "4": 1, "5-8": 1, "9-16": 1, "33-64": 1}
+    assert drawn["cardinality"].data["share_of_tokens"].sum() == pytest.approx(1)
+
+    sag = drawn["sag"].data
+    assert list(sag["position"]) == [0, 32, 64, 96, 128, 160, 192]
+    assert sag["full"].sum() == pytest.approx(1)
+    assert list(sag.columns) == ["position", "full", "evicted", "merged", "compensated"]
+
+
+def test_intervals_that_do_not_exist_are_left_out(tmp_path, records):
+    one_each = records[records["sample"].str.endswith("/0")]
+    comparison = stats.compare(one_each, ["kl"], ["selkv", "kvslimmer"], "full", n_boot=50)
+    assert comparison["low"].isna().all()
+    plots.save(plots.intervals(comparison), tmp_path, "single")  # no warning, no error
+    plots.save(plots.main_scores(stats.means(one_each, ["score"], ARMS, n_boot=50)), tmp_path, "means")
+
+
+def test_what_cannot_be_drawn_is_refused(records, tmp_path):
+    two = pd.concat([records, records[records["arm"] == "selkv"].assign(retain=0.1)])
+    with pytest.raises(UserError, match="one retention an arm"):
+        plots.categories(two)
+    with pytest.raises(UserError, match="unknown token state lost; use kept, merged, dropped"):
+        plots.entries_map(pd.DataFrame({"head": [0], "position": [0], "state": ["lost"]}))
+    with pytest.raises(UserError, match="add the variant full"):
+        plots.sag(pd.DataFrame({"position": [0], "variant": ["evicted"], "mass": [1.0]}))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write figures to"):
+        plots.save(plots.categories(records), tmp_path / "file" / "figures", "x")
+
+
+# --- the palette --------------------------------------------------------------------------------------------------
+
+# Machado, Oliveira and Fernandes, IEEE TVCG 15(6), 2009: full protanopia and deuteranopia, on linear RGB.
+BLINDNESS = {
+    "none": np.eye(3),
+    "protan": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
+    "deutan": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
+}  # fmt: skip
+SHOWN_TOGETHER = (
+    ("full", "streaming-llm", "snapkv", "selkv", "snapkv+selkv", "kvslimmer"),
+    ("selkv", "selkv/evict", "selkv/merge-all", "selkv/gate"),
+    (
+        "selkv",
+        "selkv/gate",
+        "selkv/gate+count",
+        "selkv/gate+gated-count",
+        "selkv/alpha-1",
+        "selkv/merge-all+ratio",
+    ),
+    ("full", "h2o", "snapkv", "pyramidkv", "look-m", "selkv", "kvslimmer"),
+    ("full", "asymkv", "kvslimmer", "kvslimmer-released"),
+)
+
+
+def lab(color: str, blindness: np.ndarray) -> np.ndarray:
+    """CIELAB of a colour as a person with this colour vision sees it."""
+    rgb = np.array(to_rgb(color))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(blindness @ linear, 0, 1)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    t = to_xyz @ linear / np.array([0.9505, 1.0, 1.089])
+    f = np.where(t > (6 / 29) ** 3, np.cbrt(t), t / (3 * (6 / 29) ** 2) + 4 / 29)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def test_every_arm_has_a_look_of_its_own():
+    assert set(plots.LOOKS) == set(results.ARMS)
+    assert len({look.color for look in plots.LOOKS.values()}) == len(plots.LOOKS)
+    assert len({look.label for look in plots.LOOKS.values()}) == len(plots.LOOKS)
+    assert plots.look("mine").label == "mine"
+
+
+@pytest.mark.parametrize("vision", BLINDNESS)
+@pytest.mark.parametrize("arms", SHOWN_TOGETHER, ids=lambda arms: arms[1])
+def test_arms_in_one_figure_differ_for_every_eye_and_from_white(arms, vision):
+    """A CIELAB distance of 10 is plainly visible side by side; markers differ as well."""
+    seen = {arm: lab(plots.look(arm).color, BLINDNESS[vision]) for arm in arms}
+    for one, other in itertools.combinations(arms, 2):
+        assert np.linalg.norm(seen[one] - seen[other]) > 10, (one, other)
+        assert plots.look(one).marker != plots.look(other).marker, (one, other)
+    assert all(np.linalg.norm(color - [100, 0, 0]) > 25 for color in seen.values())
+
+
+# --- published numbers --------------------------------------------------------------------------------------------
+
+
+def test_published_numbers_load_and_are_found_by_name():
+    table = published.load()
+    assert tuple(table.columns) == published.COLUMNS
+    assert len(table) > 30
+    setting = "25% retention; 3500 tokens"
+    assert published.lookup("SelKV", "Gemma-2-9B-IT", "LongBench-16", setting, "SelKV") == 42.31
+    with pytest.raises(
+        UserError, match=r"no number for SelKV in SelKV .*it has Gemma-2-9B-IT, LongBench-16, 25%"
+    ):
+        published.lookup("SelKV", "GPT-2", "LongBench-16", setting, "SelKV")
+
+
+def test_published_averages_stand_beside_ours(records):
+    ours = results.main_table(records)
+    table = published.beside(ours)
+    assert list(table.index) == list(ours.index)
+    assert list(table["here"]) == list(ours["average"])
+    gemma = table["SelKV: Gemma-2-9B-IT (25% retention; 3500 tokens)"]
+    assert (gemma["full"], gemma["snapkv"], gemma["selkv"]) == (42.98, 42.16, 42.31)
+    assert np.isnan(gemma["kvslimmer"])
+    assert table["KVSlimmer, AsymKV: Llama-3.1-8B-Instruct (cache 2048)"]["kvslimmer"] == 44.04
+    assert (table.notna().sum() >= 2).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("paper,value\n", r"bad.csv, line 1: the header is not ours"),
+        ("{header}\nSelKV,m,b,s,Full,average,42\n", r"line 2 has 7 fields, not 8"),
+        ("{header}\nSelKV,m,b,s,Full,average,42,\nSelKV,m,,s,Full,average,42,\n", r"line 3 has no benchmark"),
+        ("{header}\nSelKV,m,b,s,Full,average,high,\n", r"line 2: value 'high' is not a finite number"),
+        ("{header}\nSelKV,m,b,s,Full,average,nan,\n", r"line 2: value 'nan' is not a finite number"),
+        ("{header}\nSelKV,m,b,s,Full,average,1,\nSelKV,m,b,s,Full,average,2,\n", r"line 3 repeats .*line 2"),
+        ('{header}\n"SelKV,m\n', r"bad.csv, line \d cannot be read"),
+    ],
+)
+def test_a_malformed_published_row_is_named_by_file_and_line(tmp_path, text, message):
+    (tmp_path / "bad.csv").write_text(text.replace("{header}", ",".join(published.COLUMNS)))
+    with pytest.raises(UserError, match=message):
+        published.load(tmp_path)
+
+
+def test_a_folder_without_published_numbers_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no published numbers in"):
+        published.load(tmp_path)
