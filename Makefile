@@ -41,7 +41,7 @@ notebooks: $(STAMP)  ## execute the notebooks into results/PROFILE/notebooks
 figures: $(STAMP)  ## redraw the figures from stored results, no model needed
 	$(BIN)/kvrepro figures $(OUT)
 
-demo: $(STAMP)  ## two minutes: one prompt, three methods, one figure
+demo: $(STAMP)  ## two minutes - one prompt, three methods, one figure
 	$(BIN)/kvrepro demo
 
 test: $(STAMP)  ## all tests, then every notebook in profile smoke

@@ -106,6 +106,7 @@ def load(
     """
     where = _device(device)
     row = REGISTRY.get(name)
+    wanted = _dtype(dtype or (row.dtype if row else None))
     folder = embedded.smollm2() if row else _local(name) if _is_path(name) else _hub(name)
     _check_architecture(name, folder)
 
@@ -114,7 +115,6 @@ def load(
     if attn_implementation == "kvrepro":
         import kvrepro.hf  # noqa: F401  registers the attention function
     try:
-        wanted = _dtype(dtype or (row.dtype if row else None))
         model, tokenizer = _from_folder(name, folder, where, wanted, attn_implementation)
         if name == _SMOLLM2_MHA.name:
             to_mha(model)

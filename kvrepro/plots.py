@@ -51,7 +51,7 @@ LOOKS = {
     "snapkv": Look("#E69F00", "s", "SnapKV"),
     "pyramidkv": Look("#A6761D", "^", "PyramidKV"),
     "vatp": Look("#661100", "v", "VATP"),
-    "look-m": Look("#AA4499", "<", "LOOK-M"),
+    "look-m": Look("#C2387E", "<", "LOOK-M"),
     "weightedkv": Look("#6F63BB", ">", "WeightedKV"),
     "kvmerger": Look("#CC6677", "d", "KVMerger"),
     "selkv": Look("#0072B2", "D", "SelKV"),
@@ -59,13 +59,13 @@ LOOKS = {
     "selkv/merge-all": Look("#332288", "^", "SelKV: merge all"),
     "selkv/gate": Look("#009E73", "<", "SelKV: gate, no bias"),
     "selkv/gate+count": Look("#004D33", "P", "SelKV: gate, count bias"),
-    "selkv/gate+gated-count": Look("#7FCFB2", "X", "SelKV: gate, gated-count bias"),
+    "selkv/gate+gated-count": Look("#5FC4A2", "X", "SelKV: gate, gated-count bias"),
     "selkv/merge-all+ratio": Look("#9A8BD9", ">", "SelKV: merge all, ratio bias"),
     "selkv/alpha-1": Look("#003A63", "d", "SelKV: alpha 1"),
     "snapkv+selkv": Look("#D55E00", "h", "SnapKV + SelKV merge"),
     "asymkv": Look("#B5577F", "X", "AsymKV"),
     "kvslimmer": Look("#CC79A7", "*", "KVSlimmer"),
-    "kvslimmer-released": Look("#E7A9C9", "P", "KVSlimmer, released code"),
+    "kvslimmer-released": Look("#EA9CC6", "P", "KVSlimmer, released code"),
 }
 
 # What became of a token, and the stages of the attention sag; kept and full share the strongest colour.
@@ -129,12 +129,18 @@ P = ParamSpec("P")
 
 
 def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Draw in our style, and leave the caller's settings alone."""
+    """Draw in our style, settle the layout, and leave the caller's settings alone."""
 
     @wraps(draw)
     def styled(*args: P.args, **kwargs: P.kwargs) -> Figure:
         with matplotlib.rc_context(STYLE):
-            return draw(*args, **kwargs)
+            figure = draw(*args, **kwargs)
+            for _ in range(
+                3
+            ):  # the layout is found by iteration; once it stands, every rendering is the same
+                figure.draw_without_rendering()
+            figure.set_layout_engine("none")
+            return figure
 
     return styled
 
@@ -249,15 +255,15 @@ def categories(records: pd.DataFrame, metric: str = "kl", *, title: str | None =
             "vmin": -reach,
             "vmax": reach,
         }
-        legend = f"difference from the full cache ({unit}; red is worse)"
+        colors = "colour: difference from the full cache, red is worse"
     else:
         shown = table
         top = float(np.nanmax(shown.to_numpy(), initial=1e-9))
         # A square-root scale: one bad arm must not make all others look alike.
         scale = {"cmap": "Blues", "norm": PowerNorm(0.5, 0, top)}
-        legend = f"{label} ({unit})"
+        colors = "darker is worse" if better == "left" else "darker is better"
     figure, axes = _figure(
-        (3.4 + 1.05 * table.shape[1], 1.9 + 0.34 * len(table)),
+        (max(7.0, 3.4 + 1.05 * table.shape[1]), 2.1 + 0.34 * len(table)),
         title or f"Where is the loss? {label[0].upper()}{label[1:]}, by category",
     )
     sns.heatmap(
@@ -266,13 +272,14 @@ def categories(records: pd.DataFrame, metric: str = "kl", *, title: str | None =
         annot=table.to_numpy(),
         fmt=f".{digits}f",
         linewidths=1,
-        cbar_kws={"label": legend, "pad": 0.02},
+        cbar_kws={"label": unit, "pad": 0.02},
         annot_kws={"size": 9},
         **scale,
     )
     axes[0].set(xlabel="", ylabel="")
     axes[0].set_yticklabels([look(arm).label for arm in table.index], rotation=0)
     axes[0].set_xticklabels(list(table.columns), rotation=20, ha="right", rotation_mode="anchor")
+    _subtitle(axes[0], f"number: {unit}; {colors}")
     axes[0].axvline(table.shape[1] - 1, color="black", lw=1.5)  # the average stands apart
     figure.data = table.reset_index()
     return figure

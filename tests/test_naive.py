@@ -485,6 +485,12 @@ def test_kvslimmer_group_heads_share_a_slot() -> None:
     out = kvslimmer(uniform(2, 5), k, v, 1.0, 4, **no_rope(5))
     assert_allclose(out["keys"][0, 0, 1], 0.2)
     assert_allclose(out["output"][0], out["output"][1])
+    # odds 3 1 4 and 1 7 8: masses 3/8 + 1/16 and 1/8 + 7/16
+    odds = np.log(np.array([[[3.0, 1.0], [1.0, 7.0], [4.0, 8.0]]]))
+    q = np.stack([np.tile([1.0, 0.0], (3, 1)), np.tile([0.0, 1.0], (3, 1))])
+    summed = kvslimmer(q, odds, odds, 1.0, 2, weights="mass", **no_rope(3))
+    assert_allclose(summed["keys"][0, 0], [7 / 16 * LOG(3), 9 / 16 * LOG(7)])
+    assert_array_equal(summed["positions"], [[1, 2]])
     three = kvslimmer(uniform(2, 3), k[:, :3], v[:, :3], 1.0, 2, **no_rope(3))
     assert counters(three, merges=1, left_out=2, no_mass=1)
 

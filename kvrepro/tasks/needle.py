@@ -10,16 +10,17 @@ from random import Random
 
 from kvrepro.tasks import corpus
 
-_COLOURS = (
-    "amber azure bronze cobalt copper coral crimson cyan ebony golden hazel indigo ivory jade lilac maroon "
-    "olive pearl plum russet saffron scarlet silver teal topaz umber violet"
-).split()  # noqa: SIM905 - words are read more easily than quoted words
-_ANIMALS = (
-    "badger beaver bison condor cougar coyote crane falcon ferret gazelle gecko heron ibis jackal lemur lynx "
-    "magpie marmot narwhal ocelot otter panther pelican puffin raven salmon stork tapir toucan walrus wombat"
-).split()  # noqa: SIM905
+# The keys: colour-animal. Nothing of the corpus looks like one.
+_COLOURS = """
+    amber azure bronze cobalt copper coral crimson cyan ebony golden hazel indigo ivory jade lilac maroon olive
+    pearl plum russet saffron scarlet silver teal topaz umber violet
+"""
+_ANIMALS = """
+    badger beaver bison condor cougar coyote crane falcon ferret gazelle gecko heron ibis jackal lemur lynx magpie
+    marmot narwhal ocelot otter panther pelican puffin raven salmon stork tapir toucan walrus wombat
+"""
 
-KEYS = tuple(f"{colour}-{animal}" for colour in _COLOURS for animal in _ANIMALS)
+KEYS = tuple(f"{colour}-{animal}" for colour in _COLOURS.split() for animal in _ANIMALS.split())
 
 SINGLE = """A special magic number is hidden within the following text. Make sure to memorize it. I will \
 quiz you about the number afterwards.

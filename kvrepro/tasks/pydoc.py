@@ -31,7 +31,7 @@ MIN_CONTEXT, MAX_CONTEXT = 1024, 8192
 
 _TEMPLATE = 40  # tokens left for a chat template
 _MARGIN = 1.06  # how far the estimate of a whole prompt can be too low
-_STRIDE = 101  # distance of a sample's next target when one does not work out
+_STRIDE = 64  # distance of a sample's next target when one does not work out: the first 64 samples share none
 
 Drawn = tuple[str, str] | None  # prompt and gold answer, or None: this target does not work with this seed
 
@@ -218,7 +218,8 @@ def draw_hop(ask: Ask, rng: Random, budget: float) -> Drawn:
     rng.shuffle(passages)
     context = "\n\n".join(f"Passage {i}:\n{text}" for i, text in enumerate(passages, 1))
     prompt = HOP.format(context=context, summary=ask.entry.summary, parameter=ask.parameter)
-    return (prompt, ask.gold) if len(passages) >= 6 and _occurs_once(ask.gold, prompt) else None
+    has_rival = any(f"Signature\n{rival.signature}" in passages for rival in rivals)
+    return (prompt, ask.gold) if has_rival and _occurs_once(ask.gold, prompt) else None
 
 
 # Summary line of a documented definition --------------------------------------------------------------------
@@ -241,10 +242,10 @@ def _own(entry: Entry) -> str:
 
 @cache
 def _summary_targets(context: int) -> tuple[Entry, ...]:
-    """The 200 entries that fill the context best by themselves (3.2 characters a token at least)."""
+    """The 384 entries that fill the context best by themselves (3.2 characters a token at least)."""
     lengths = {e: len(_own(e)) for e in corpus.entries()}
     fitting = [e for e in corpus.entries() if lengths[e] <= 0.75 * 3.2 * context]
-    return tuple(sorted(fitting, key=lambda e: (-lengths[e], e.name))[:200])
+    return tuple(sorted(fitting, key=lambda e: (-lengths[e], e.name))[:384])
 
 
 def draw_summary(entry: Entry, rng: Random, budget: float) -> Drawn:
