@@ -62,7 +62,7 @@ LOOKS = {
     "selkv/gate+gated-count": Look("#5FC4A2", "X", "SelKV: gate, gated-count bias"),
     "selkv/merge-all+ratio": Look("#9A8BD9", ">", "SelKV: merge all, ratio bias"),
     "selkv/alpha-1": Look("#003A63", "d", "SelKV: alpha 1"),
-    "snapkv+selkv": Look("#D55E00", "h", "SnapKV + SelKV merge"),
+    "selkv/on-snapkv": Look("#D55E00", "h", "SnapKV + SelKV merge"),
     "asymkv": Look("#B5577F", "X", "AsymKV"),
     "kvslimmer": Look("#CC79A7", "*", "KVSlimmer"),
     "kvslimmer-released": Look("#EA9CC6", "P", "KVSlimmer, released code"),

@@ -62,7 +62,7 @@ ARMS = (
     "selkv/gate+gated-count",
     "selkv/merge-all+ratio",
     "selkv/alpha-1",
-    "snapkv+selkv",
+    "selkv/on-snapkv",
     "asymkv",
     "kvslimmer",
     "kvslimmer-released",
@@ -135,6 +135,7 @@ class Store:
         self.folder = Path(folder)
         self.settings = {key: _without_folders(value) for key, value in _plain(settings, "settings").items()}
         self._done: set[Unit] = set()
+        self._recorded: set[tuple[str, str]] = set()
         self._descriptor = -1
 
     def __enter__(self) -> Store:
@@ -154,6 +155,7 @@ class Store:
                 os.ftruncate(self._descriptor, whole)
                 os.fsync(self._descriptor)
             self._done = {_key(unit) for unit in units}
+            self._recorded = {_identity(record) for unit in units for record in unit["records"]}
         except BaseException:
             self.close()
             raise
@@ -175,6 +177,11 @@ class Store:
     def done(self, unit: Unit) -> bool:
         """Tell whether the unit's records are stored."""
         return unit in self._done
+
+    def has(self, sample: str, arm: str, retain: float, settings: Mapping[str, Any]) -> bool:
+        """Tell whether an arm with these settings was measured on the sample, in whatever group."""
+        wanted = {"sample": sample, "arm": arm, "retain": retain, "settings": settings}
+        return _identity(_plain(wanted, arm)) in self._recorded
 
     def append(self, unit: Unit, records: Sequence[Mapping[str, Any]]) -> None:
         """Store one unit: one write of one line, on disk when this returns.
@@ -222,6 +229,7 @@ class Store:
                 "units are kept, free some space and run again"
             ) from error
         self._done.add(unit)
+        self._recorded |= {_identity(record) for record in named}
 
     def _lock(self) -> None:
         try:
@@ -489,6 +497,12 @@ def _malformed(unit: Any) -> str | None:
         if wrong := [key for key in METRICS if not isinstance(record[key], int | float | None)]:
             return f"{wrong[0]} is not a number"
     return None
+
+
+def _identity(record: Mapping[str, Any]) -> tuple[str, str]:
+    """What makes a record the same measurement: its sample, and the arm with all its settings."""
+    same = [record.get(key) for key in ("arm", "retain", "settings")]
+    return record["sample"], json.dumps(same, sort_keys=True)
 
 
 def _key(unit: dict[str, Any]) -> Unit:

@@ -160,7 +160,7 @@ BLINDNESS = {
     ),
 }
 SHOWN_TOGETHER = (
-    ("full", "streaming-llm", "snapkv", "selkv", "snapkv+selkv", "kvslimmer"),
+    ("full", "streaming-llm", "snapkv", "selkv", "selkv/on-snapkv", "kvslimmer"),
     ("selkv", "selkv/evict", "selkv/merge-all", "selkv/gate"),
     (
         "selkv",

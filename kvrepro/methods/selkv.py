@@ -60,6 +60,7 @@ class SelKV(Method):
         "gate+gated-count": {"bias": "gated-count"},
         "merge-all+ratio": {"merge": "all"},
         "alpha-1": {"alpha": 1.0},
+        "on-snapkv": {"select": "snapkv"},
         "reposition": {"reposition": True},
     }
 

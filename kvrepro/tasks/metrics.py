@@ -75,9 +75,12 @@ def _share_of_numbers(prediction: str, wanted: str) -> float:
 
 def code_sim(prediction: str, gold: str, classes: tuple[str, ...] = ()) -> float:
     """Edit similarity of the first predicted line that is neither a comment nor markdown, in whole percents."""
-    lines = prediction.lstrip("\n").split("\n")
-    line = next((x for x in lines if not any(mark in x for mark in ("`", "#", "//"))), "")
+    line = next(filter(_is_code, prediction.lstrip("\n").split("\n")), "")
     return round(fuzz.ratio(line, gold)) / 100  # fuzzywuzzy, which LongBench calls, rounds
+
+
+def _is_code(line: str) -> bool:
+    return not any(mark in line for mark in ("`", "#", "//"))
 
 
 def needle(prediction: str, gold: str, classes: tuple[str, ...] = ()) -> float:
@@ -108,3 +111,11 @@ def score(sample: Sample, prediction: str) -> float:
     if not values:
         return 0.0
     return 100 * (sum(values) / len(values) if metric is needle else max(values))
+
+
+def settled(sample: Sample, prediction: str) -> bool:
+    """Whether more text cannot change the score: only the first line, or the first line of code, counts."""
+    finished = prediction.lstrip("\n").split("\n")[:-1]
+    if sample.first_line:
+        return bool(finished)
+    return sample.metric == "code_sim" and any(map(_is_code, finished))

@@ -7,7 +7,7 @@ Every sample is drawn from its own seed (task, context, index), so sample i is t
 budgeted without a tokenizer: all models see the same text, which for SmolLM2 (chat template included) is at most
 ``context`` tokens and rarely below 80 % of it.
 
-Rewrite the manifest after a change of builders or of the locked versions (about a minute):
+Rewrite the manifest after a change of builders or of the locked versions (half a minute):
 
     python -m kvrepro.tasks.pydoc --write-manifest
 """
@@ -31,7 +31,9 @@ MIN_CONTEXT, MAX_CONTEXT = 1024, 8192
 
 _TEMPLATE = 40  # tokens left for a chat template
 _MARGIN = 1.06  # how far the estimate of a whole prompt can be too low
-_STRIDE = 64  # distance of a sample's next target when one does not work out: the first 64 samples share none
+_STRIDE = (
+    128  # how much further on a sample looks when its target does not work out, so that neighbours share none
+)
 
 Drawn = tuple[str, str] | None  # prompt and gold answer, or None: this target does not work with this seed
 
@@ -68,7 +70,9 @@ def build(task: str, context: int, index: int) -> Sample:
     rng = Random(f"{task}/{context}/{index}")
     budget = (context - _TEMPLATE) / _MARGIN
     for attempt in range(len(order)):
-        drawn = builder.draw(order[(index + attempt * _STRIDE) % len(order)], rng, budget)
+        step = index + attempt * _STRIDE
+        place = (step + step // len(order)) % len(order)  # one further on each round, so that all are visited
+        drawn = builder.draw(order[place], rng, budget)
         if drawn is not None:
             prompt, gold = drawn
             return Sample(
@@ -410,16 +414,22 @@ class Line:
 
 @cache
 def _code_targets(context: int) -> tuple[Line, ...]:
-    """Up to twelve lines a module, found by name only: `draw_code` looks at the syntax."""
+    """Up to forty lines a module, found by name only (`draw_code` looks at the syntax), far enough from its top."""
     found: dict[str, Line] = {}  # by text: sister modules share lines
     for source in (s for package in corpus.PACKAGES for s in corpus.sources(package)):
         names = _imported(source)
-        if names:
-            word = re.compile(rf"\b(?:{'|'.join(map(re.escape, names))})\b")
-            indented = (i for i, line in enumerate(source.lines) if line[:4].isspace() and word.search(line))
-            usable = [i for i in indented if _is_line_to_guess(source.lines[i])]
-            usable = Random(source.path).sample(usable, min(12, len(usable)))
-            found |= {source.lines[i].strip(): Line(source, i) for i in usable}
+        if not names:
+            continue
+        word = re.compile(rf"\b(?:{'|'.join(map(re.escape, names))})\b")
+        usable: list[int] = []
+        above = 0  # characters
+        for i, line in enumerate(source.lines):
+            # Half of the context is to come from above the line, at 3.2 characters a token.
+            if above > 1.6 * context and line[:4].isspace() and word.search(line) and _is_line_to_guess(line):
+                usable.append(i)
+            above += len(line) + 1
+        usable = Random(source.path).sample(usable, min(40, len(usable)))
+        found |= {source.lines[i].strip(): Line(source, i) for i in usable}
     return tuple(found.values())
 
 
@@ -435,9 +445,16 @@ def _imported(source: Source) -> dict[str, tuple[Source, int, int]]:
     return found
 
 
+# The beginning of a one-line statement: prose and the inner lines of longer statements mostly differ.
+_STATEMENT = re.compile(r"\s+(?:(?:return|raise|assert)\b|[\w.,()\[\] ]+ [-+*/|&]?= |[\w.]+\()")
+
+
 def _is_line_to_guess(line: str) -> bool:
     # LongBench scores the first predicted line without these marks, so a gold line cannot have them either.
-    return 16 <= len(line.strip()) <= 100 and not any(mark in line for mark in ("#", "//", "`", '"""', "'''"))
+    if not 16 <= len(line.strip()) <= 100 or any(mark in line for mark in ("#", "//", "`", '"""', "'''")):
+        return False
+    is_whole = all(line.count(left) == line.count(right) for left, right in ("()", "[]", "{}"))
+    return is_whole and line[-1] not in ",:\\" and bool(_STATEMENT.match(line))
 
 
 def draw_code(line: Line, rng: Random, budget: float) -> Drawn:
@@ -463,7 +480,7 @@ def draw_code(line: Line, rng: Random, budget: float) -> Drawn:
     above = corpus.cut("\n".join(reversed(lines[:index])), left)
     context = "\n\n".join([*blocks, header + "\n".join(reversed(above.split("\n")))]) + "\n"
     gold = lines[index]
-    if corpus.size(context) < 0.85 * room or gold.strip() in context:
+    if corpus.size(context) < 0.9 * room or gold.strip() in context:
         return None
     return CODE.format(context=context), gold
 

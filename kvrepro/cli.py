@@ -1,0 +1,263 @@
+"""The command line.  Bad input is one clear line and exit code 2.
+
+    kvrepro run --profile quick            measure a profile into results/quick
+    kvrepro table results/quick            the main table
+    kvrepro figures results/quick          draw the figures from stored results
+    kvrepro explain selkv                  what a method does, and who says so
+    kvrepro generate --method selkv --retain 0.25 --prompt-file notes.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    try:
+        given.command(given)
+    except UserError as error:
+        print(f"kvrepro: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvrepro: stopped", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # a reader such as head went away
+        sys.stderr.close()
+        return 0
+    return 0
+
+
+# Commands
+
+
+def run(given: argparse.Namespace) -> None:
+    from . import runner
+
+    path = runner.run(
+        given.profile,
+        given.model,
+        out=given.out or f"results/{given.profile}",
+        device=given.device,
+        dtype=given.dtype,
+        methods=_names(given.methods),
+        task_names=_names(given.tasks),
+        limit=given.limit,
+        retain=None if given.retain is None else [given.retain],
+        data=given.data,
+    )
+    print(f"{path}")
+
+
+def table(given: argparse.Namespace) -> None:
+    from . import results
+
+    frame = results.main_table(results.load(given.folder))
+    if given.json:
+        print(frame.reset_index().to_json(orient="records"))
+    else:
+        print(results.as_text(frame))
+
+
+def figures(given: argparse.Namespace) -> None:
+    from . import report
+
+    for path in report.draw(given.folder, given.to):
+        print(path)
+
+
+def models(given: argparse.Namespace) -> None:
+    from .models import available
+
+    _rows(
+        [
+            {
+                "name": row.name, "kind": row.kind, "architecture": row.architecture, "context": row.context,
+                "dtype": row.dtype, "source": row.source,
+            }
+            for row in available()
+        ],
+        given.json,
+        "any hub id or local folder of a supported architecture works too",
+    )  # fmt: skip
+
+
+def methods(given: argparse.Namespace) -> None:
+    from .methods import available, method_class
+
+    _rows(
+        [
+            {
+                "method": name, "schedule": method_class(name).schedule, "paper": method_class(name).paper,
+                "arms": ", ".join(method_class(name).arms),
+            }
+            for name in available()
+        ],
+        given.json,
+        "kvrepro explain METHOD tells more",
+    )  # fmt: skip
+
+
+def explain(given: argparse.Namespace) -> None:
+    from . import explain as module
+
+    found = module.explain(given.method)
+    print(json.dumps(found) if given.json else module.text(found))
+
+
+def generate(given: argparse.Namespace) -> None:
+    from . import generate as module
+
+    found = module.generate(
+        given.model, given.method, _text_of(given.prompt_file), retain=given.retain, budget=given.budget,
+        max_new_tokens=given.max_new_tokens, device=given.device, dtype=given.dtype,
+    )  # fmt: skip
+    print(json.dumps(found) if given.json else module.text(found))
+
+
+def vectors(given: argparse.Namespace) -> None:
+    from . import vectors as module
+
+    paths = module.write(given.folder)
+    print(f"{len(paths)} files in {given.folder}")
+
+
+def notebooks(given: argparse.Namespace) -> None:
+    from . import notebooks as module
+
+    module.execute(
+        given.out or f"results/{given.profile}/notebooks", profile=given.profile, model=given.model,
+        device=given.device, retain=given.retain, figures=given.figures, only=given.only,
+    )  # fmt: skip
+
+
+def demo(given: argparse.Namespace) -> None:
+    from . import demo as module
+
+    module.run(given.model, given.device, given.to)
+
+
+def bench_harness(given: argparse.Namespace) -> None:
+    from .measure import harness
+
+    found = harness.run(given.model, context=given.context, repeats=given.repeats, device=given.device, dtype=given.dtype)
+    print(json.dumps(found) if given.json else harness.text(found))
+
+
+# Parsing
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvrepro", description="Reproduce and check KV-cache merging: SelKV, KVSlimmer and their baselines."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, action: Any, about: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=about, description=about)
+        sub.set_defaults(command=action)
+        return sub
+
+    sub = command("run", run, "measure a profile's arms on its samples; goes on where it was stopped")
+    _model(sub)
+    sub.add_argument("--profile", default="quick", help="smoke, quick or full (default: quick)")
+    sub.add_argument("--methods", help="arms, comma separated, instead of the profile's (e.g. full,selkv,selkv/evict)")
+    sub.add_argument("--tasks", help="tasks, comma separated, instead of the profile's")
+    sub.add_argument("--limit", type=int, help="samples a task, at most")
+    sub.add_argument("--retain", type=float, help="share of entries to keep, instead of the profile's")
+    sub.add_argument("--data", help="folder with benchmark rows (JSONL) for tasks that need one")
+    sub.add_argument("--out", help="results folder (default: results/PROFILE)")
+
+    sub = command("table", table, "the main table of a results folder")
+    sub.add_argument("folder")
+    _json(sub)
+
+    sub = command("figures", figures, "draw the figures from stored results, without a model")
+    sub.add_argument("folder")
+    sub.add_argument("--to", default="figures", help="where to write them (default: figures)")
+
+    sub = command("models", models, "the models known by name")
+    _json(sub)
+    sub = command("methods", methods, "the methods and their arms")
+    _json(sub)
+    sub = command("explain", explain, "a method's formula, settings and defaults, and who says so")
+    sub.add_argument("method", help="e.g. selkv or selkv/evict")
+    _json(sub)
+
+    sub = command("generate", generate, "answer a prompt with a compressed cache, and show what the cache held")
+    _model(sub)
+    sub.add_argument("--method", default="selkv")
+    sub.add_argument("--retain", type=float, help="share of entries to keep (default: 0.25)")
+    sub.add_argument("--budget", type=int, help="entries to keep, instead of --retain")
+    sub.add_argument("--prompt-file", required=True, help="a UTF-8 text file, - for standard input")
+    sub.add_argument("--max-new-tokens", type=int, default=64)
+    _json(sub)
+
+    sub = command("vectors", vectors, "write known-answer files of every method")
+    sub.add_argument("folder")
+
+    sub = command("notebooks", notebooks, "execute the notebooks through papermill")
+    _model(sub)
+    sub.add_argument("--profile", default="quick")
+    sub.add_argument("--retain", type=float)
+    sub.add_argument("--out", help="where to write them (default: results/PROFILE/notebooks)")
+    sub.add_argument("--figures", default="figures", help="where they write figures (default: figures)")
+    sub.add_argument("--only", help="a part of a notebook's name")
+
+    sub = command("demo", demo, "one prompt, three methods, one figure")
+    _model(sub)
+    sub.add_argument("--to", default="results/demo", help="where to write the figure (default: results/demo)")
+
+    bench = commands.add_parser("bench", help="measure speed").add_subparsers(required=True, metavar="WHAT")
+    sub = bench.add_parser("harness", help="time of twelve one-shot arms on a sample against one arm alone")
+    sub.set_defaults(command=bench_harness)
+    _model(sub)
+    sub.add_argument("--context", type=int, default=2048)
+    sub.add_argument("--repeats", type=int, default=3)
+    _json(sub)
+    return parser
+
+
+def _model(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--model", default="smollm2-135m", help="a name of `kvrepro models`, a folder or a hub id")
+    sub.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    sub.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the model's)")
+
+
+def _json(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--json", action="store_true", help="for a program to read")
+
+
+def _names(given: str | None) -> list[str] | None:
+    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+
+
+def _text_of(path: str) -> str:
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"cannot read {path}; {reason}; give a UTF-8 text file") from error
+
+
+def _rows(rows: list[dict[str, Any]], as_json: bool, note: str) -> None:
+    if as_json:
+        print(json.dumps(rows))
+        return
+    widths = {key: max(len(key), *(len(str(row[key])) for row in rows)) for key in rows[0]}
+    for row in [{key: key for key in rows[0]}, *rows]:
+        print("  ".join(str(row[key] if row[key] is not None else "-").ljust(width) for key, width in widths.items()).rstrip())
+    print(f"\n{note}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Run a profile into a results folder: every arm on every sample, only what is missing.
+
+    kvrepro run --profile quick --model smollm2-135m
+
+The unit of work is (sample, group of arms): its records are stored in one write, so a killed run loses at most the
+sample it was at, and running again goes on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import profiles, results, tasks
+from .errors import UserError
+from .progress import progress
+from .tasks.base import Sample
+
+Work = tuple[Sample, list[Any]]
+
+
+def run(
+    profile: str | profiles.Profile,
+    model: str = "smollm2-135m",
+    *,
+    out: str | Path,
+    device: str = "cpu",
+    dtype: str | None = None,
+    methods: Sequence[str] | None = None,
+    task_names: Sequence[str] | None = None,
+    limit: int | None = None,
+    retain: Sequence[float] | None = None,
+    quiet: bool = False,
+) -> Path:
+    """Measure a profile's arms on its samples and write ``summary.csv``.
+
+    Parameters
+    ----------
+    profile
+        A profile or its name.
+    model
+        As for ``kvrepro.load``; loaded only if something is missing.
+    out
+        The results folder; what it holds is not measured again.
+    methods, task_names, limit, retain
+        Narrow the profile: arms, tasks, samples a task, shares of entries.
+
+    Returns
+    -------
+    Path
+        Of ``summary.csv``.
+
+    Raises
+    ------
+    UserError
+        An unknown profile, arm or task, a folder that cannot be used, a model that cannot be loaded.
+    """
+    chosen = profiles.load(profile) if isinstance(profile, str) else profile
+    samples = list(_samples(chosen, task_names, limit))
+    arms = _arms(methods or chosen.arms, retain or chosen.retain)
+    settings = {
+        "profile": chosen.name,
+        "context": chosen.context,
+        "model": model,
+        "device": device.partition(":")[0],
+        "dtype": dtype or "default",
+        "seed": chosen.seed,
+    }
+    with results.Store(out, settings) as store:
+        todo = _missing(store, samples, arms)
+        if todo:
+            with _resumable(store, out):
+                _measure(store, todo, settings, chosen.context, device, dtype, quiet)
+    return results.write_summary(out)
+
+
+def _measure(
+    store: results.Store, todo: list[Work], settings: dict[str, Any], context: int, device: str, dtype: str | None,
+    quiet: bool,
+) -> None:  # fmt: skip
+    from .evaluate import evaluate  # torch and transformers are needed only here
+    from .models import load
+
+    model, tokenizer = load(settings["model"], device=device, dtype=dtype)
+    common = {
+        "model": store.settings["model"],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": settings["device"],
+        "seed": settings["seed"],
+        "versions": results.versions(),
+    }
+    for sample, missing in progress(todo, f"{settings['profile']} on {store.settings['model']}", quiet=quiet):
+        group = ",".join(f"{arm.name}@{arm.retain:g}" for arm in missing)
+        unit = store.unit(sample.id, group, arms=[arm.settings for arm in missing])
+        store.append(unit, [record | common for record in evaluate(model, tokenizer, sample, missing, context)])
+
+
+def _samples(profile: profiles.Profile, names: Sequence[str] | None, limit: int | None) -> Iterator[Sample]:
+    """The profile's samples, task by task in turn, so that a run cut short has something of every task."""
+    known = tasks.available()
+    for name in names or profile.tasks:
+        if name not in known:
+            raise UserError(f"unknown task {name!r}; known are {', '.join(known)}")
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit {limit} leaves no sample; give at least 1")
+    most = max(profile.tasks.values())
+    sets = [
+        tasks.load(name, min(profile.tasks.get(name, most), limit or most), profile.context)
+        for name in names or profile.tasks
+    ]
+    for place in range(max(map(len, sets))):
+        yield from (samples[place] for samples in sets if place < len(samples))
+
+
+def _arms(names: Sequence[str], retain: Sequence[float]) -> list[Any]:
+    """Every arm at every retention; the full caches once, at 1."""
+    from .evaluate import NamedArm
+    from .methods import Budget, make
+
+    arms = []
+    for name in dict.fromkeys(names):
+        make(name)  # an unknown arm is said before anything is loaded
+        if name in ("full", "full-folded"):
+            arms.append(NamedArm(name, 1.0))
+        else:
+            arms += [NamedArm(name, Budget(retain=share).retain or share) for share in retain]
+    return arms
+
+
+def _missing(store: results.Store, samples: list[Sample], arms: list[Any]) -> list[Work]:
+    settings = {arm: arm.settings for arm in arms}
+    todo = []
+    for sample in samples:
+        missing = [arm for arm in arms if not store.has(sample.id, arm.name, arm.retain, settings[arm])]
+        if missing:
+            todo.append((sample, missing))
+    return todo
+
+
+@contextlib.contextmanager
+def _resumable(store: results.Store, out: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise UserError(f"stopped; what is finished is kept in {out}, run the same command again to go on") from None

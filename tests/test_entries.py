@@ -1,0 +1,301 @@
+"""Entries and rows: shapes, growth and bytes; and what every method owes them, on random prompts (hypothesis)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvrepro import methods
+from kvrepro.attention import Observed, attend, attend_observed
+from kvrepro.entries import BLOCK, Entries, Rows
+from kvrepro.rope import Rope
+
+SCALING = 0.35
+FEW = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+METHODS = ("streaming-llm", "streaming-llm/reindexed", "snapkv", "selkv", "selkv/evict", "selkv/merge-all", "selkv/gate+count",
+           "selkv/reposition", "kvslimmer", "kvslimmer/ratio", "kvslimmer/mean", "kvslimmer/drop-lighter")  # fmt: skip
+
+
+def tables(positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angle = positions[..., None].double() * 10000 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    angle = torch.cat((angle, angle), -1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+UNMOVED = Rope(lambda positions, dtype: tuple(torch.stack([torch.ones(8), torch.zeros(8)]).to(dtype)[:, None, None]
+                                              .expand(2, 1, positions.shape[1], 8)))  # fmt: skip
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def entries_of(n: int, heads: int = 2, seed: int = 0, bias: int = 0, mass: bool = False, **more: Any) -> Entries:
+    """n random entries; ``bias`` heads of bias (0: None)."""
+    return Entries(
+        random(heads, n, 8, seed=seed), random(heads, n, 4, seed=seed + 1), torch.arange(n)[None] * 3,
+        random(bias, n, seed=seed + 2) if bias else None,
+        torch.arange(heads * n).view(heads, n) + 1.0 if mass else None, **more,
+    )  # fmt: skip
+
+
+# --- Entries
+
+
+@pytest.mark.parametrize("bias", [0, 1, 2])
+def test_take_the_same_entries_of_all_heads(bias: int) -> None:
+    whole = entries_of(9, bias=bias, mass=True, state={"rho": random(2, 9)})
+    index = torch.tensor([0, 4, 8])
+    part = whole.take(index)
+    assert len(part) == 3 and part.positions.tolist() == [[0, 12, 24]]
+    for h in range(2):
+        for slot, i in enumerate(index):
+            for name in ("keys", "values", "mass"):
+                assert torch.equal(getattr(part, name)[h, slot], getattr(whole, name)[h, i])
+            assert part.state["rho"][h, slot] == whole.state["rho"][h, i]
+    assert (part.bias is None) == (bias == 0)
+    if whole.bias is not None:
+        assert part.bias is not None and torch.equal(part.bias, whole.bias[:, index])
+
+
+@pytest.mark.parametrize("bias", [0, 1, 2])
+def test_take_other_entries_of_each_head(bias: int) -> None:
+    whole = entries_of(9, bias=bias, mass=True, state={"rho": random(2, 9), "column": random(2, 9, 3)})
+    index = torch.tensor([[0, 4, 8], [1, 2, 3]])
+    part = whole.take(index)
+    assert part.positions.tolist() == [[0, 12, 24], [3, 6, 9]]
+    for h in range(2):
+        for slot, i in enumerate(index[h]):
+            for name in ("keys", "values", "mass"):
+                assert torch.equal(getattr(part, name)[h, slot], getattr(whole, name)[h, i])
+            assert torch.equal(part.state["column"][h, slot], whole.state["column"][h, i])
+            if whole.bias is not None:
+                assert part.bias is not None and part.bias[h, slot] == whole.bias[h % bias, i]
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_extend_by_raw_tokens(heads: int) -> None:
+    """They have bias 0, mass 1 and their positions, also where the heads' positions already differ."""
+    first = entries_of(4, bias=heads, mass=True)
+    first = replace(first, positions=first.positions.expand(heads, -1))
+    more = entries_of(3, seed=9)
+    grown = first.extend(more.keys, more.values, torch.tensor([[90, 91, 92]]))
+    assert torch.equal(grown.keys, torch.cat([first.keys, more.keys], 1))
+    assert torch.equal(grown.values, torch.cat([first.values, more.values], 1))
+    assert grown.positions.tolist() == [[0, 3, 6, 9, 90, 91, 92]] * heads
+    assert grown.bias is not None and grown.bias.shape == (heads, 7) and not grown.bias[:, 4:].any()
+    assert grown.mass is not None and grown.mass[:, 4:].eq(1).all() and len(first) == 4
+    assert entries_of(4).extend(more.keys, more.values, more.positions).bias is None  # None stays None: a faster kernel
+
+
+# --- Rows
+
+
+def seen(rows: Rows, row: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and bias [Hkv, valid] of one row, as attention reads them."""
+    keys, values, bias = rows.view()
+    bias = keys.new_zeros(*keys.shape[:1], 1, keys.shape[2]) if bias is None else bias
+    valid = bias[row, 0] > -torch.inf
+    return keys[row][:, valid], values[row][:, valid], bias[row].expand(keys.shape[1], -1)[:, valid]
+
+
+@FEW
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    heads=st.lists(st.sampled_from([0, 1, 2]), min_size=3, max_size=3),
+    steps=st.lists(st.tuples(st.integers(1, 300), st.booleans(), st.integers(0, 3)), max_size=4),
+)
+def test_rows_hold_what_was_put_in(lengths: list[int], heads: list[int], steps: list[tuple[int, bool, int]]) -> None:
+    """Against plain lists, over appending, padding, growing across blocks and truncating."""
+    parts = [entries_of(n, seed=7 * i, bias=heads[i]) for i, n in enumerate(lengths)]
+    rows, count = Rows(parts), len(parts)
+    model = [(e.keys, e.values, torch.zeros(2, len(e)) if e.bias is None else e.bias.expand(2, -1)) for e in parts]
+    for number, (new, padded, dropped) in enumerate(steps):
+        keys, values = random(count, 2, new, 8, seed=50 + number), random(count, 2, new, 4, seed=80 + number)
+        valid = torch.ones(count, new, dtype=torch.bool)
+        if padded and new > 1:
+            valid[0, : new // 2] = False
+        rows.append(keys, values, valid)
+        stays = slice(0, new - min(dropped, new))
+        rows.truncate(min(dropped, new))
+        for r, (k, v, b) in enumerate(model):
+            own = valid[r, stays]
+            model[r] = (torch.cat([k, keys[r][:, stays][:, own]], 1), torch.cat([v, values[r][:, stays][:, own]], 1),
+                        torch.nn.functional.pad(b, (0, int(own.sum()))))  # fmt: skip
+    for r, expected in enumerate(model):
+        for found, true in zip(seen(rows, r), expected, strict=True):
+            assert torch.equal(found, true.double())
+    assert rows.keys.shape[2] % BLOCK == 0 and rows.keys.shape[2] - rows.length <= BLOCK
+
+
+def test_no_bias_and_equal_lengths_mean_no_bias() -> None:
+    rows = Rows([entries_of(5), entries_of(5, seed=4)])
+    rows.append(random(2, 2, 3, 8), random(2, 2, 3, 4), torch.ones(2, 3, dtype=torch.bool))
+    assert rows.view()[2] is None
+    assert Rows([entries_of(5), entries_of(4)]).bias is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_bias_is_float32_at_least(dtype: torch.dtype) -> None:
+    entries = Entries(*(random(2, 5, 8, dtype=dtype) for _ in range(2)), torch.arange(5)[None], torch.full((1, 5), 0.1))
+    bias = Rows([entries]).view()[2]
+    assert bias is not None and bias.dtype == torch.promote_types(dtype, torch.float32) and bias[0, 0, 0] == pytest.approx(0.1)
+
+
+def test_truncate_keeps_what_compression_left() -> None:
+    rows = Rows([entries_of(5)])
+    rows.append(random(1, 2, 4, 8), random(1, 2, 4, 4))
+    rows.truncate(4)
+    with pytest.raises(ValueError, match="cannot drop 1"):
+        rows.truncate(1)
+
+
+def test_truncating_restores_the_state_before_a_padded_append() -> None:
+    """Also that there was no bias: zeros in its place would switch the kernel and be counted as bytes."""
+    rows = Rows([entries_of(5), entries_of(5, seed=4)])
+    before = rows.bytes_used(0)
+    rows.append(random(2, 2, 2, 8), random(2, 2, 2, 4), torch.tensor([[False, True], [True, True]]))
+    rows.truncate(2)
+    assert rows.view()[2] is None and rows.bytes_used(0) == before
+
+
+@pytest.mark.parametrize("bias", [0, 1, 2])
+@pytest.mark.parametrize("n", [1, 255, 256, 257])
+@pytest.mark.parametrize("new", [0, 1, 300])
+def test_bytes_are_the_formula_and_spare_capacity_at_most_a_block(bias: int, n: int, new: int) -> None:
+    rows = Rows([entries_of(n, bias=bias)])
+    if new:
+        rows.append(random(1, 2, new, 8), random(1, 2, new, 4))
+    entry = 2 * (8 + 4) * 8 + bias * 8  # Hkv · (key + value) · float64 + bias
+    assert rows.bytes_used(0) == (n + new) * entry
+    assert 0 <= rows.bytes_allocated() - rows.bytes_used(0) <= BLOCK * entry
+    assert rows.bytes_allocated() == sum(x.untyped_storage().nbytes() for x in (rows.keys, rows.values, rows.bias) if x is not None)
+
+
+def test_growing_copies_once_a_block() -> None:
+    rows = Rows([entries_of(200)])
+    buffers = []
+    for _ in range(600):
+        rows.append(random(1, 2, 1, 8), random(1, 2, 1, 4))
+        if not buffers or buffers[-1] != rows.keys.data_ptr():
+            buffers.append(rows.keys.data_ptr())
+    assert len(buffers) == 4 and rows.length == 800
+
+
+# --- What every method owes the cache
+
+
+def compress(
+    method: methods.Method, q: Tensor, k: Tensor, v: Tensor, m: int, rope: Rope | None = None
+) -> tuple[Entries, dict[str, float], Tensor | None]:
+    """What a layer does with one row [heads, n, D]; also a chunked method's attention output."""
+    n = k.shape[1]
+    whole, rope = Entries(k, v, torch.arange(n)[None]), rope or Rope(tables)
+    if method.schedule == "one-shot":
+        return *method.compress(whole, Observed(q, SCALING, rope), m), None
+    stored, dropped, outputs, start = None, 0.0, [], 0
+    for size in method.chunks(n, m):
+        piece = slice(start, start + size)
+        fresh = (k[:, piece], v[:, piece], whole.positions[:, piece])
+        stored = Entries(*fresh) if stored is None else stored.extend(*fresh)
+        observed = Observed(q[:, piece], SCALING, rope)
+        outputs.append(attend_observed(stored, observed))
+        stored, diagnostics = method.compress(stored, observed, m)
+        dropped += diagnostics["dropped_mass"]
+        start += size
+    assert stored is not None and start == n
+    return stored, {"dropped_mass": dropped}, torch.cat(outputs, 1)
+
+
+PROMPTS = {
+    "n": st.integers(33, 70), "share": st.floats(0.02, 0.98), "shape": st.sampled_from([(4, 2), (2, 2), (4, 1)]),
+    "seed": st.integers(0, 99), "size": st.sampled_from([0.1, 1.5, 8.0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+@FEW
+@given(**PROMPTS)
+def test_budget_order_and_mass(name: str, n: int, share: float, shape: tuple[int, int], seed: int, size: float) -> None:
+    """Never more than m entries, positions ascending without repetition, and every token of kvslimmer accounted for."""
+    m = max(1, int(share * n))
+    q, k, v = (random(heads, n, 8, seed=seed + i) * size for i, heads in enumerate((shape[0], shape[1], shape[1])))
+    method = methods.make(name)
+    entries, diagnostics, _ = compress(method, q, k, v, m)
+    assert len(entries) == m and entries.keys.shape == entries.values.shape == (shape[1], m, 8)
+    assert entries.positions.shape in {(1, m), (shape[1], m)}
+    assert entries.positions.diff(dim=1).gt(0).all()
+    assert entries.positions.min() >= 0 and entries.positions.max() == n - 1  # the newest token is always held
+    for tensor in (entries.keys, entries.values, entries.bias):
+        assert tensor is None or tensor.isfinite().all()
+    assert entries.bias is None or entries.bias.shape in {(1, m), (shape[1], m)}
+    if name == "kvslimmer":
+        assert entries.mass is not None
+        assert entries.mass.sum() + diagnostics["dropped_mass"] == shape[1] * n
+        assert m == 1 or entries.mass.sum(1).tolist() == [n] * shape[1]
+        assert entries.bias is None or torch.allclose(entries.bias, entries.mass.log())
+
+
+@pytest.mark.parametrize("name", METHODS)
+@FEW
+@given(n=PROMPTS["n"], seed=PROMPTS["seed"], dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+       kind=st.sampled_from(["extreme", "zero values", "zero keys", "all zero"]))  # fmt: skip
+def test_half_precision_is_finite(name: str, n: int, seed: int, dtype: torch.dtype, kind: str) -> None:
+    """Logits far beyond half precision's range, and zero vectors (cosines, norms, guards), end in finite numbers."""
+    q, k, v = (random(heads, n, 8, seed=seed + i, dtype=dtype) for i, heads in enumerate((4, 2, 2)))
+    if kind == "extreme":
+        q, k, v = q * 1000, k * 1000, v * 1000
+    if kind in ("zero values", "all zero"):
+        v = v * 0
+    if kind in ("zero keys", "all zero"):
+        k = k * 0
+    entries, diagnostics, output = compress(methods.make(name), q, k, v, n // 3)
+    assert entries.keys.dtype == entries.values.dtype == dtype
+    for tensor in (entries.keys, entries.values, entries.bias, output):
+        assert tensor is None or tensor.isfinite().all()
+    if kind.endswith("values") or kind == "all zero":
+        assert not entries.values.any()
+    for name_, number in diagnostics.items():
+        assert math.isfinite(number) or (math.isnan(number) and name_ in ("mean_gate", "share_routed"))
+
+
+@FEW
+@given(seed=PROMPTS["seed"], at=st.integers(6, 20), weights=st.sampled_from(["exact", "diagonal", "mass", "mean", "drop-lighter"]))
+def test_merging_identical_neighbours_changes_nothing(seed: int, at: int, weights: str) -> None:
+    """Two equal entries (and no RoPE to tell them apart) merge into one of l = 2: attention is as before."""
+    n, shape = 40, (4, 2)
+    q, k, v = (random(heads, n, 8, seed=seed + i) for i, heads in enumerate((shape[0], *shape[1:] * 2)))
+    q[..., 0] = q[..., 0].abs() + 0.5
+    k[..., 0] = k[..., 0].abs()
+    k[:, at : at + 2] = k[:, at : at + 1]
+    k[:, at : at + 2, 0] = -6.0  # the least attended pair, so the one that merges
+    v[:, at : at + 2] = v[:, at : at + 1]
+    method = methods.make("kvslimmer", weights=weights)
+    entries, _, _ = compress(method, q, k, v, n - 1, UNMOVED)
+    new = random(1, 4, 1, 8, seed=seed + 8) * 2
+    full = attend(new, k[None], v[None], None, SCALING)
+    merged = attend(new, entries.keys[None], entries.values[None], None if entries.bias is None else entries.bias[None], SCALING)
+    if weights == "drop-lighter":  # it keeps one token's mass, so this is the case that would show a wrong l
+        assert (merged - full).abs().max() > 0
+    else:
+        assert entries.mass is not None and sorted(entries.mass[0].tolist())[-2:] == [1, 2]
+        assert (merged - full).abs().max() < 1e-10
+
+
+@FEW
+@given(seed=PROMPTS["seed"], n=PROMPTS["n"], arm=st.sampled_from(["", "/merge-all", "/gate", "/merge-all+ratio"]))
+def test_merging_equal_values_leaves_them(seed: int, n: int, arm: str) -> None:
+    q, k = random(4, n, 8, seed=seed), random(2, n, 8, seed=seed + 1)
+    v = random(2, 1, 8, seed=seed + 2).expand(2, n, 8).contiguous()
+    entries, diagnostics, _ = compress(methods.make(f"selkv{arm}"), q, k, v, n // 2)
+    assert diagnostics["share_routed"] > 0
+    assert (entries.values - v[:, :1]).abs().max() < 1e-12
+    if arm in ("", "/gate"):
+        assert diagnostics["mean_gate"] == pytest.approx(1)
