@@ -159,13 +159,14 @@ class Observed:
 
     def _logits(self, entries: Entries, begin: int, stop: int, seen: int) -> Tensor:
         """Logits of queries begin..stop-1 over the first ``seen`` entries: [Hkv, G, stop - begin, seen]."""
-        query = fold(at_least_float32(self.queries[None, :, begin:stop]), entries.kv_heads)[0]
-        keys = at_least_float32(entries.keys[:, :seen])
-        logits = softcapped(query @ keys.transpose(1, 2) * self.scaling, self.softcap)
+        query = fold(at_least_float32(self.queries[None, :, begin:stop]) * self.scaling, entries.kv_heads)[0]
+        logits = softcapped(query @ at_least_float32(entries.keys[:, :seen]).transpose(1, 2), self.softcap)
         if entries.bias is not None:
-            logits = logits + entries.bias[:, None, :seen]
+            logits += entries.bias[:, None, :seen]
         logits = logits.view(entries.kv_heads, -1, stop - begin, seen)
-        return logits + causal_tail(stop - begin, seen, logits.device, logits.dtype)
+        own = logits[..., seen - (stop - begin) :]  # only the queries' own columns need the causal mask
+        own += causal_tail(stop - begin, stop - begin, logits.device, logits.dtype)
+        return logits
 
     def weights(self, entries: Entries, begin: int, stop: int, seen: int) -> Tensor:
         """Softmax attention of queries begin..stop-1 over the first ``seen`` entries: [Hkv, G, stop - begin, seen]."""

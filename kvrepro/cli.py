@@ -69,9 +69,9 @@ def table(given: argparse.Namespace) -> None:
 
 
 def figures(given: argparse.Namespace) -> None:
-    from . import report
+    from . import analyses
 
-    for path in report.draw(given.folder, given.to):
+    for path in analyses.draw(given.folder, given.to):
         print(path)
 
 
@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--tasks", help="tasks, comma separated, instead of the profile's")
     sub.add_argument("--limit", type=int, help="samples a task, at most")
     sub.add_argument("--retain", type=float, help="share of entries to keep, instead of the profile's")
-    sub.add_argument("--data", help="folder with benchmark rows (JSONL) for tasks that need one")
+    sub.add_argument("--data", help="folder with LongBench or RULER rows (JSONL), or hub; makes tasks such as longbench/qasper known")
     sub.add_argument("--out", help="results folder (default: results/PROFILE)")
 
     sub = command("table", table, "the main table of a results folder")

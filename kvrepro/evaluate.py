@@ -160,8 +160,9 @@ def _prefill(model: Any, ids: Tensor, arms: list[NamedArm]) -> Prefilled:
 def _gold(tokenizer: Any, sample: Sample) -> Tensor:
     """Token ids [L] of the gold answer and the token that ends it."""
     text = sample.answers[0]
-    if not sample.chat and not sample.prompt[-1:].isspace():
-        text = " " + text  # the answer goes on in the prompt's own line
+    before = sample.prefix or ("" if sample.chat else sample.prompt)
+    if before and not before[-1].isspace():
+        text = " " + text  # the answer goes on in a line that was begun
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][: GOLD_LIMIT - 1]
     end = [tokenizer.eos_token_id] if sample.chat else tokenizer("\n", add_special_tokens=False)["input_ids"][:1]
     return torch.tensor(ids + end)

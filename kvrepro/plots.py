@@ -61,6 +61,7 @@ LOOKS = {
     "selkv/gate+count": Look("#004D33", "P", "SelKV: gate, count bias"),
     "selkv/gate+gated-count": Look("#5FC4A2", "X", "SelKV: gate, gated-count bias"),
     "selkv/merge-all+ratio": Look("#9A8BD9", ">", "SelKV: merge all, ratio bias"),
+    "selkv/alpha-0.25": Look("#7FB2D9", "8", "SelKV: alpha 0.25"),
     "selkv/alpha-1": Look("#003A63", "d", "SelKV: alpha 1"),
     "selkv/on-snapkv": Look("#D55E00", "h", "SnapKV + SelKV merge"),
     "asymkv": Look("#B5577F", "X", "AsymKV"),

@@ -61,6 +61,7 @@ ARMS = (
     "selkv/gate+count",
     "selkv/gate+gated-count",
     "selkv/merge-all+ratio",
+    "selkv/alpha-0.25",
     "selkv/alpha-1",
     "selkv/on-snapkv",
     "asymkv",
@@ -394,6 +395,22 @@ def main_table(frame: pd.DataFrame) -> pd.DataFrame:
     counts = frame.groupby(["arm", "retain"], dropna=False)["sample"].nunique()
     table.insert(0, "n", counts.reindex(table.index))
     return table.reset_index("retain")
+
+
+def as_text(table: pd.DataFrame) -> str:
+    """A table for a terminal: scores with one digit, measures with three, shares in percent, a dash for missing."""
+    shown = table.reset_index().copy()
+    for column in shown.columns:
+        if column in ("retain", "kept_entries", "kept_bytes"):
+            form = "{:.0%}" if column == "retain" else "{:.1%}"
+        elif column in ("nll", "kl", "agree"):
+            form = "{:.3f}"
+        elif column in (*CATEGORIES, "average"):
+            form = "{:.1f}"
+        else:
+            continue
+        shown[column] = ["-" if pd.isna(x) else form.format(x) for x in shown[column]]
+    return shown.to_string(index=False)
 
 
 def one_each(frame: pd.DataFrame) -> pd.DataFrame:

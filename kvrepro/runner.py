@@ -32,6 +32,7 @@ def run(
     task_names: Sequence[str] | None = None,
     limit: int | None = None,
     retain: Sequence[float] | None = None,
+    data: str | Path | None = None,
     quiet: bool = False,
 ) -> Path:
     """Measure a profile's arms on its samples and write ``summary.csv``.
@@ -46,6 +47,8 @@ def run(
         The results folder; what it holds is not measured again.
     methods, task_names, limit, retain
         Narrow the profile: arms, tasks, samples a task, shares of entries.
+    data
+        Folder with benchmark rows, for tasks that are not built offline.
 
     Returns
     -------
@@ -58,7 +61,7 @@ def run(
         An unknown profile, arm or task, a folder that cannot be used, a model that cannot be loaded.
     """
     chosen = profiles.load(profile) if isinstance(profile, str) else profile
-    samples = list(_samples(chosen, task_names, limit))
+    samples = list(_samples(chosen, task_names, limit, data))
     arms = _arms(methods or chosen.arms, retain or chosen.retain)
     settings = {
         "profile": chosen.name,
@@ -97,9 +100,11 @@ def _measure(
         store.append(unit, [record | common for record in evaluate(model, tokenizer, sample, missing, context)])
 
 
-def _samples(profile: profiles.Profile, names: Sequence[str] | None, limit: int | None) -> Iterator[Sample]:
+def _samples(
+    profile: profiles.Profile, names: Sequence[str] | None, limit: int | None, data: str | Path | None
+) -> Iterator[Sample]:
     """The profile's samples, task by task in turn, so that a run cut short has something of every task."""
-    known = tasks.available()
+    known = tasks.available(data=data)
     for name in names or profile.tasks:
         if name not in known:
             raise UserError(f"unknown task {name!r}; known are {', '.join(known)}")
@@ -107,7 +112,7 @@ def _samples(profile: profiles.Profile, names: Sequence[str] | None, limit: int 
         raise UserError(f"--limit {limit} leaves no sample; give at least 1")
     most = max(profile.tasks.values())
     sets = [
-        tasks.load(name, min(profile.tasks.get(name, most), limit or most), profile.context)
+        tasks.load(name, min(profile.tasks.get(name, most), limit or most), profile.context, data=data)
         for name in names or profile.tasks
     ]
     for place in range(max(map(len, sets))):

@@ -66,9 +66,9 @@ def answer(method: Method, given: dict[str, Any]) -> dict[str, Any]:
         entries = Entries(*fresh) if entries is None else entries.extend(*fresh)
         observed = Observed(queries[:, piece], given["scaling"], rope)
         outputs.append(attend_observed(entries, observed))
-        entries, found = method.compress(entries, observed, m)
-        for name, number in found.items():
-            diagnostics[name] = diagnostics.get(name, 0) + number
+        if not method.untouched(keys.shape[1], m):
+            entries, found = method.compress(entries, observed, m)
+            diagnostics = {name: diagnostics.get(name, 0) + number for name, number in found.items()}
         start += size
     assert entries is not None
     return {

@@ -26,7 +26,9 @@ IDENTITY = Rope(lambda positions, dtype: (torch.ones(1, positions.shape[1], 8, d
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype) * 1.5
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype) * 1.5
+    )
 
 
 def qkv(shape: str, q: int, n: int, dtype: torch.dtype = torch.float64, batch: int = 1) -> tuple[Tensor, ...]:
@@ -89,17 +91,27 @@ def test_a_query_head_reads_the_kv_head_of_its_group() -> None:
 
 @pytest.mark.parametrize("shape", HEADS)
 @pytest.mark.parametrize("n", [1, 5, 300, 2 * QUERY_BLOCK + 9])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12), (torch.bfloat16, 0.02)])
-def test_attend_causal_is_sdpa_with_its_logsumexp(shape: str, n: int, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12), (torch.bfloat16, 0.02)]
+)
+def test_attend_causal_is_sdpa_with_its_logsumexp(
+    shape: str, n: int, dtype: torch.dtype, tolerance: float
+) -> None:
     query, keys, values = qkv(shape, n, n, dtype)
     both = attend_causal(query, keys, values, SCALING)
     assert both is not None
     out, lse = both
     group = query.shape[1] // keys.shape[1]
     for expected in (
-        scaled_dot_product_attention(query, keys, values, is_causal=n > 1, scale=SCALING, enable_gqa=group > 1),
         scaled_dot_product_attention(
-            query, keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1), is_causal=n > 1, scale=SCALING
+            query, keys, values, is_causal=n > 1, scale=SCALING, enable_gqa=group > 1
+        ),
+        scaled_dot_product_attention(
+            query,
+            keys.repeat_interleave(group, 1),
+            values.repeat_interleave(group, 1),
+            is_causal=n > 1,
+            scale=SCALING,
         ),
     ):
         assert torch.equal(out, expected)
@@ -133,7 +145,9 @@ def test_blocked_logsumexp_equals_the_kernels(shape: str, n: int) -> None:
 @pytest.mark.parametrize("last", [1, 32, 100_000, None])
 def test_column_mass_sums_the_last_queries_attention(shape: str, n: int, last: int | None) -> None:
     query, keys, values = qkv(shape, n, n)
-    mass = Observed(query[0], SCALING, IDENTITY).column_mass(Entries(keys[0], values[0], torch.arange(n)[None]), last)
+    mass = Observed(query[0], SCALING, IDENTITY).column_mass(
+        Entries(keys[0], values[0], torch.arange(n)[None]), last
+    )
     weights = naive.causal_weights(query[0], keys[0], SCALING)  # [H, n, n]
     expected = weights[:, 0 if last is None else max(0, n - last) :].sum(1)
     assert mass.shape == (keys.shape[1], query.shape[1] // keys.shape[1], n)
@@ -160,11 +174,15 @@ def test_soft_cap_enters_every_statistic() -> None:
     query, keys, values = qkv("gqa", 20, 20)
     entries, cap = Entries(keys[0], values[0], torch.arange(20)[None]), 1.5
     logits = query[0] @ keys[0].repeat_interleave(3, 0).transpose(1, 2) * SCALING
-    capped = (cap * torch.tanh(logits / cap)).masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), -torch.inf)
+    capped = (cap * torch.tanh(logits / cap)).masked_fill(
+        torch.ones(20, 20, dtype=torch.bool).triu(1), -torch.inf
+    )
     observed = Observed(query[0], SCALING, IDENTITY, cap)
     assert (observed.row_logsumexp(entries) - capped.logsumexp(-1)).abs().max() < 1e-12
     assert (observed.column_mass(entries).flatten(0, 1) - capped.softmax(-1).sum(1)).abs().max() < 1e-12
-    assert (observed.bands(entries, 20)[:, 0] - capped.softmax(-1).view(2, 3, 20, 20).sum(1)).abs().max() < 1e-12
+    assert (
+        observed.bands(entries, 20)[:, 0] - capped.softmax(-1).view(2, 3, 20, 20).sum(1)
+    ).abs().max() < 1e-12
 
 
 def test_a_chunk_attends_to_biased_entries_and_itself() -> None:
@@ -175,7 +193,9 @@ def test_a_chunk_attends_to_biased_entries_and_itself() -> None:
     out = attend_observed(Entries(keys, values, torch.arange(17)[None], bias), observed)
     for t in range(5):
         seen = 12 + t + 1
-        expected = naive.attend(query[:, t : t + 1], keys[:, :seen], values[:, :seen], bias[:, :seen], SCALING)
+        expected = naive.attend(
+            query[:, t : t + 1], keys[:, :seen], values[:, :seen], bias[:, :seen], SCALING
+        )
         assert np.abs(out[:, t : t + 1].numpy() - expected).max() < 1e-12
     assert observed.probabilities is not None and (observed.probabilities.sum(-1) - 1).abs().max() < 1e-12
     assert observed.output is not None and torch.equal(observed.output.reshape(6, 5, 8), out)
@@ -186,7 +206,9 @@ def test_statistics_are_float32_at_least_and_shared() -> None:
     observed = Observed(query * 1000, SCALING, IDENTITY)  # the logits overflow float16
     entries = Entries(keys * 1000, values, torch.arange(20)[None])
     mass = observed.column_mass(entries, 8)
-    assert mass.dtype == torch.float32 and mass.isfinite().all() and mass.sum() == pytest.approx(6 * 8, rel=1e-4)
+    assert (
+        mass.dtype == torch.float32 and mass.isfinite().all() and mass.sum() == pytest.approx(6 * 8, rel=1e-4)
+    )
     assert observed.column_mass(entries, 8) is mass and observed.column_mass(entries, 9) is not mass
 
 
@@ -206,7 +228,9 @@ ROPES: dict[str, dict[str, Any]] = {
 
 def scaled(name: str, **more: Any) -> Any:
     """A tiny model with a kind of RoPE."""
-    return build_tiny("phi3" if name == "partial" else "llama", rope_parameters={**ROPES[name], "rope_theta": 1e4}, **more)
+    return build_tiny(
+        "phi3" if name == "partial" else "llama", rope_parameters={**ROPES[name], "rope_theta": 1e4}, **more
+    )
 
 
 def check_rope(rope: Rope, cos: Tensor, sin: Tensor, positions: Tensor) -> None:

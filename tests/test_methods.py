@@ -105,6 +105,58 @@ def test_snapkv(shape: str, ties: bool, n: int, m: int, settings: dict[str, Any]
     check(run(methods.make("snapkv", **settings), q, k, v, m)[0], reference)
 
 
+BASELINE_CASES: dict[str, Any] = {
+    "h2o": naive.h2o,
+    "vatp": naive.vatp,
+    "weightedkv": naive.weightedkv,
+    "look-m": naive.lookm,
+    "look-m/post": lambda *a, **k: naive.lookm(*a, **k, space="post"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", BASELINE_CASES)
+@pytest.mark.parametrize(("n", "m"), [(90, 89), (90, 45), (83, 21), (60, 5), (40, 1)])
+def test_whole_prompt_selectors_and_merges(shape: str, name: str, n: int, m: int) -> None:
+    q, k, v = prompt(shape, n, seed=n + m)
+    tables = rotary(n) if "look" in name else {}
+    check(run(methods.make(name), q, k, v, m)[0], BASELINE_CASES[name](q, k, v, SCALING, m, **tables))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("n", "m"), [(90, 60), (90, 45), (83, 33), (83, 20)])
+def test_pyramidkv(shape: str, n: int, m: int) -> None:
+    q, k, v = prompt(shape, n, seed=n + m)
+    held = []
+    for layer in range(7):
+        observed = Observed(q, SCALING, Rope(tables), layer=layer, layers=7)
+        entries, found = methods.make("pyramidkv").compress(Entries(k, v, torch.arange(n)[None]), observed, m)
+        reference = naive.pyramidkv(q, k, v, SCALING, m, layer=layer, layers=7)
+        check(entries, reference)
+        assert found["layer_budget"] == reference["diagnostics"]["budget"] == len(entries)
+        held.append(len(entries))
+    assert sum(held) == 7 * m and held == sorted(held, reverse=True)
+    if m > 32:
+        assert held[0] > held[-1]  # not silently uniform
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("space", ["pre", "post"])
+@pytest.mark.parametrize(("n", "m", "alike"), [(60, 40, 0.0), (60, 40, 3.0), (60, 55, 8.0), (60, 16, 3.0), (50, 3, 1.0)])
+def test_kvmerger(shape: str, space: str, n: int, m: int, alike: float) -> None:
+    """``alike``: a shared direction added to all keys, so that many, some or no neighbours pass the threshold."""
+    q, k, v = prompt(shape, n, seed=n + m)
+    k = k + alike
+    reference = naive.kvmerger(q, k, v, SCALING, m, **rotary(n), space=space)
+    entries, found, _ = run(methods.make("kvmerger", space=space), q, k, v, m)
+    assert found["threshold"] == pytest.approx(np.mean(reference["diagnostics"]["threshold"]), abs=1e-10)
+    for head in range(entries.kv_heads):
+        there = slice(None) if entries.bias is None else torch.isfinite(entries.bias[head])
+        assert np.array_equal(entries.positions[head][there], reference["positions"][head])
+        for name in ("keys", "values"):
+            assert np.abs(getattr(entries, name)[head][there].numpy() - reference[name][head]).max() < 1e-10
+
+
 SELKV_ARMS: dict[str, dict[str, Any]] = {  # arm -> naive's settings
     "": {},
     "evict": {"merge": False, "bias": "none"},
@@ -113,6 +165,7 @@ SELKV_ARMS: dict[str, dict[str, Any]] = {  # arm -> naive's settings
     "gate+count": {"bias": "count"},
     "gate+gated-count": {"bias": "gated-count"},
     "merge-all+ratio": {"gate": False},
+    "alpha-0.25": {"alpha": 0.25},
     "alpha-1": {"alpha": 1.0},
     "reposition": {"reposition": True},
 }
@@ -217,7 +270,7 @@ def test_kvslimmer_guards_fire_on_extreme_attention() -> None:
     k[:, 20:26, 0] = -1e5  # no query looks there: α underflows to 0
     reference = naive.kvslimmer(q, k, v, SCALING, 16, **rotary(60))
     entries, diagnostics, _ = run(methods.make("kvslimmer"), q, k, v, 16)
-    check(entries, reference, 1e-8)
+    check(entries, reference, 1e-5)  # the dead keys are of size 1e5
     for name in ("left_out", "no_mass", "denominator", "outside", "composite"):
         assert diagnostics.get(name, 0) == reference["diagnostics"][name], name
     assert diagnostics["left_out"] > 0 and diagnostics["no_mass"] > 0

@@ -131,6 +131,35 @@ def test_needle_and_exact() -> None:
     assert metrics.exact("", "numpy.dot") == 0
 
 
+@pytest.mark.parametrize(
+    ("prediction", "wanted"),
+    [
+        ("The correct answer is (B)", 1),
+        ("I think. The correct answer is (B), not (C).", 1),
+        ("**The correct answer is B**", 1),
+        ("The correct answer is (C)", 0),
+        (
+            "The correct answer is A. The correct answer is (B)",
+            1,
+        ),  # the form with brackets is looked for first
+        ("(B)", 0),
+        ("the correct answer is (B)", 0),
+        ("", 0),
+    ],
+)
+def test_choice(prediction: str, wanted: float) -> None:
+    assert metrics.choice(prediction, "The correct answer is (B)") == wanted
+
+
+def test_choice_without_an_answer_is_wrong() -> None:
+    assert metrics.choice("no idea", "no letter") == 0
+
+
+def test_one_of_several_golds_is_enough_to_be_contained() -> None:
+    assert metrics.score(sample("contains", "Paris", "Rome"), "in rome, I think") == 100
+    assert metrics.score(sample("contains", "Paris", "Rome"), "in Oslo") == 0
+
+
 def test_score_takes_the_best_answer_in_percent() -> None:
     assert metrics.score(sample("qa_f1", "dog", "cat"), "the cat sat") == pytest.approx(200 / 3)
     assert metrics.score(sample("qa_f1"), "the cat sat") == 0

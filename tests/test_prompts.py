@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from string import ascii_letters
 from typing import Any
 
@@ -87,6 +88,14 @@ def test_truncation_starts_above_the_limit() -> None:
     tok = tokenizer(WITHOUT_BOS, adds_bos=False)
     assert not encode(tok, sample(ascii_letters[:10], chat=False), 10).truncated
     assert encode(tok, sample(ascii_letters[:11], chat=False), 10).truncated
+
+
+@pytest.mark.parametrize(("template", "wanted"), [(WITH_BOS, "<s>[user]abXYZ[bot]xy"), (None, "<s>abXYZxy")])
+def test_a_prefix_follows_the_template_and_is_never_cut(template: str | None, wanted: str) -> None:
+    begun = replace(sample(ascii_letters), prefix="xy")
+    encoded = encode(tokenizer(template), begun, 6)  # halves of 3; the first one spends a token on BOS
+    assert text(tokenizer(template), encoded.input_ids) == wanted
+    assert encoded.truncated
 
 
 def test_a_limit_without_two_halves_is_refused() -> None:

@@ -59,6 +59,7 @@ class SelKV(Method):
         "gate+count": {"bias": "count"},
         "gate+gated-count": {"bias": "gated-count"},
         "merge-all+ratio": {"merge": "all"},
+        "alpha-0.25": {"alpha": 0.25},
         "alpha-1": {"alpha": 1.0},
         "on-snapkv": {"select": "snapkv"},
         "reposition": {"reposition": True},
@@ -97,7 +98,7 @@ class SelKV(Method):
         survivors = entries.take(kept.index)
         diagnostics: Diagnostics = {} if kept.union is None else {"union_size": kept.union}
         if self.merge != "none":
-            survivors, merged = self._merge(entries, observed, kept, survivors, m)
+            survivors, merged = self._merge(entries, observed, survivors, m)
             diagnostics |= merged
         if self.reposition:
             survivors = repositioned(survivors, len(entries), observed.rope)
@@ -152,23 +153,31 @@ class SelKV(Method):
             target = torch.where(target < 0, _anywhere(entries, observed, targets), target)
         return Routes(~held, torch.where(held, -1, target))
 
+    def routes(self, entries: Entries, observed: Observed, m: int) -> tuple[Kept, Routes]:
+        """Where every evicted token would go under a budget of m: computed once for all arms of a kept set."""
+        kept = observed.once((self._selection(), m), lambda: self._select(entries, observed, m))
+        key = (self._selection(), m, self.bucket, self.targets, self.no_target)
+        return kept, observed.once(key, lambda: self._route(entries, observed, kept))
+
     # Gate, merge and compensation (steps 4 to 6)
 
+    def gates(self, entries: Entries, routes: Routes) -> Tensor:
+        """g [Hkv, n]: 0 where a token is not routed, 1 where everything merges, else max(cos(v_j, v_π(j)), 0)."""
+        values = at_least_float32(entries.values)
+        routed = (routes.target >= 0).to(values.dtype)
+        if self.merge == "all":
+            return routed
+        return routed * _cosine(values, gather(values, routes.target.clamp_min(0))).clamp_min(0)
+
     def _merge(
-        self, entries: Entries, observed: Observed, kept: Kept, survivors: Entries, m: int
+        self, entries: Entries, observed: Observed, survivors: Entries, m: int
     ) -> tuple[Entries, Diagnostics]:
-        heads = entries.kv_heads
-        key = (self._selection(), m, self.bucket, self.targets, self.no_target)
-        routes = observed.once(key, lambda: self._route(entries, observed, kept))
+        kept, routes = self.routes(entries, observed, m)
         values = at_least_float32(entries.values)
         mass = observed.column_mass(entries, self.window).sum(1)  # a [Hkv, n]
-        routed = routes.target >= 0
-        target = routes.target.clamp_min(0)
-
-        gate = routed.to(mass.dtype)
-        if self.merge == "gate":
-            gate = gate * _cosine(values, gather(values, target)).clamp_min(0)
-        index = kept.index.expand(heads, -1)  # [Hkv, m]
+        gate = self.gates(entries, routes)
+        routed, target = routes.target >= 0, routes.target.clamp_min(0)
+        index = kept.index.expand(entries.kv_heads, -1)  # [Hkv, m]
         a_kept = mass.gather(1, index)
         floored = int((a_kept < MASS_FLOOR).sum())
         a_kept = a_kept.clamp_min(MASS_FLOOR)

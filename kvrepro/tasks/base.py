@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 CATEGORIES = ("single-doc", "multi-doc", "summarization", "few-shot", "synthetic", "code")
 
@@ -32,6 +32,8 @@ class Sample:
         Whether a prediction is cut to its first line before it is scored.
     classes : tuple of str
         All labels, for the classification metric.
+    prefix : str
+        Text behind the filled chat template: an answer that has begun and that the model goes on with.
     """
 
     id: str
@@ -44,6 +46,7 @@ class Sample:
     chat: bool
     first_line: bool
     classes: tuple[str, ...] = ()
+    prefix: str = field(default="", repr=False)  # the manifest hashes repr(), and its tasks have none
 
 
 @dataclass(frozen=True)

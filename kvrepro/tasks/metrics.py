@@ -1,8 +1,8 @@
-"""LongBench's official metrics, RULER's string match and an exact match.
+"""LongBench's and LongBench-v2's official metrics, RULER's string matches and an exact match.
 
 Each metric takes (prediction, gold, classes) and returns 0..1; `score` applies a sample's rules and returns 0..100.
-Rewritten from the official scripts (THUDM/LongBench ``metrics.py`` and ``eval.py``, NVIDIA/RULER ``constants.py``) with
-their quirks, because published numbers contain them.
+Rewritten from the official scripts (THUDM/LongBench ``metrics.py``, ``eval.py`` and ``pred.py``, NVIDIA/RULER
+``constants.py``) with their quirks, because published numbers contain them.
 """
 
 from __future__ import annotations
@@ -88,13 +88,33 @@ def needle(prediction: str, gold: str, classes: tuple[str, ...] = ()) -> float:
     return float(bool(gold) and gold.lower() in prediction.lower())
 
 
+def contains(prediction: str, gold: str, classes: tuple[str, ...] = ()) -> float:
+    """As `needle`, where one of several gold answers is enough (RULER's ``string_match_part``)."""
+    return needle(prediction, gold)
+
+
+def choice(prediction: str, gold: str, classes: tuple[str, ...] = ()) -> float:
+    """1 if both texts name the same letter in LongBench-v2's sentence, ``The correct answer is (B)``."""
+    named = _letter(prediction)
+    return float(named is not None and named == _letter(gold))
+
+
+def _letter(text: str) -> str | None:
+    text = text.replace("*", "")  # bold face
+    for form in (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])"):
+        if found := re.search(form, text):
+            return found.group(1)
+    return None
+
+
 def exact(prediction: str, gold: str, classes: tuple[str, ...] = ()) -> float:
     """1 if the strings are equal but for white space around them."""
     return float(prediction.strip() == gold.strip())
 
 
 METRICS: dict[str, Metric] = {
-    f.__name__: f for f in (qa_f1, rouge_l, classification, count, retrieval, code_sim, needle, exact)
+    f.__name__: f
+    for f in (qa_f1, rouge_l, classification, count, retrieval, code_sim, needle, contains, choice, exact)
 }
 
 

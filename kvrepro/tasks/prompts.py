@@ -26,8 +26,8 @@ def encode(tokenizer: Any, sample: Sample, limit: int) -> Encoded:
     sample : Sample
     limit : int
         Longest prompt in tokens. As in LongBench the prompt itself is measured (BOS included) and, where it is longer,
-        replaced by its first and last ``limit // 2`` tokens, decoded; the chat template comes on top, so leave
-        room for it and for the answer below the model's context length.
+        replaced by its first and last ``limit // 2`` tokens, decoded; the chat template and the sample's prefix come
+        on top, so leave room for them and for the answer below the model's context length.
 
     Returns
     -------
@@ -55,7 +55,7 @@ def encode(tokenizer: Any, sample: Sample, limit: int) -> Encoded:
     if sample.chat and tokenizer.chat_template is not None:
         message = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    ids = list(tokenizer(prompt + sample.prefix, add_special_tokens=False)["input_ids"])
     if _adds_bos(tokenizer) and ids[:1] != [tokenizer.bos_token_id]:
         ids.insert(0, tokenizer.bos_token_id)
     return Encoded(ids, truncated)

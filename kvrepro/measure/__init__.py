@@ -1,0 +1,1 @@
+"""Measurements: what a layer sees on real text, and what things cost."""
