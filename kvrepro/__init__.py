@@ -1,10 +1,10 @@
 """kvrepro: reproduce, check and extend two papers on merging the key-value cache of language models.
 
-    model, tokenizer = kvrepro.load("smollm2-135m")
-    cache = kvrepro.make_cache(model, "selkv", retain=0.25)
-    inputs = tokenizer("...", return_tensors="pt")
-    model.generate(**inputs, cache=cache)
-    cache.report()
+model, tokenizer = kvrepro.load("smollm2-135m")
+cache = kvrepro.make_cache(model, "selkv", retain=0.25)
+inputs = tokenizer("...", return_tensors="pt")
+model.generate(**inputs, cache=cache)
+cache.report()
 """
 
 from __future__ import annotations

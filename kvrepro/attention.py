@@ -36,7 +36,12 @@ def fold(query: Tensor, kv_heads: int) -> Tensor:
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float, softcap: float | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of Q new tokens over n entries, of which the new tokens are the last Q.
 
@@ -76,7 +81,9 @@ def causal_tail(length: int, n: int, device: torch.device, dtype: torch.dtype) -
     return mask.triu_(n - length + 1)
 
 
-def attend_causal(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor] | None:
+def attend_causal(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float
+) -> tuple[Tensor, Tensor] | None:
     """Causal attention of a whole prompt with its logsumexp, from one kernel; None where no such kernel fits.
 
     query [B, H, n, D], keys, values [B, Hkv, n, D] -> output [B, H, n, D] (``torch.equal`` to SDPA's) and
@@ -89,7 +96,11 @@ def attend_causal(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -
             query, keys, values, 0.0, True, scale=scaling
         )
         return out, lse
-    if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256:
+    if (
+        query.device.type == "cuda"
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] <= 256
+    ):
         group = query.shape[1] // keys.shape[1]
         keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
@@ -198,7 +209,9 @@ class Observed:
         lse = torch.nn.functional.pad(at_least_float32(self.row_logsumexp(entries)), (0, short))  # [H, n']
         query = torch.nn.functional.pad(at_least_float32(self.queries), (0, 0, 0, short))  # [H, n', D]
         keys = torch.nn.functional.pad(at_least_float32(entries.keys), (0, 0, 0, short))
-        query = query.reshape(entries.kv_heads, -1, (n + short) // width, width, query.shape[-1])  # [Hkv, G, b, w, D]
+        query = query.reshape(
+            entries.kv_heads, -1, (n + short) // width, width, query.shape[-1]
+        )  # [Hkv, G, b, w, D]
         keys = keys.reshape(entries.kv_heads, 1, -1, width, keys.shape[-1]).transpose(3, 4)
         logits = softcapped(query @ keys * self.scaling, self.softcap)  # [Hkv, G, b, w, w]
         weights = torch.exp(logits - lse.reshape(*query.shape[:4], 1))

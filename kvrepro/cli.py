@@ -1,10 +1,10 @@
 """The command line.  Bad input is one clear line and exit code 2.
 
-    kvrepro run --profile quick            measure a profile into results/quick
-    kvrepro table results/quick            the main table
-    kvrepro figures results/quick          draw the figures from stored results
-    kvrepro explain selkv                  what a method does, and who says so
-    kvrepro generate --method selkv --retain 0.25 --prompt-file notes.txt
+kvrepro run --profile quick            measure a profile into results/quick
+kvrepro table results/quick            the main table
+kvrepro figures results/quick          draw the figures from stored results
+kvrepro explain selkv                  what a method does, and who says so
+kvrepro generate --method selkv --retain 0.25 --prompt-file notes.txt
 """
 
 from __future__ import annotations
@@ -149,7 +149,9 @@ def demo(given: argparse.Namespace) -> None:
 def bench_harness(given: argparse.Namespace) -> None:
     from .measure import harness
 
-    found = harness.run(given.model, context=given.context, repeats=given.repeats, device=given.device, dtype=given.dtype)
+    found = harness.run(
+        given.model, context=given.context, repeats=given.repeats, device=given.device, dtype=given.dtype
+    )
     print(json.dumps(found) if given.json else harness.text(found))
 
 
@@ -158,7 +160,8 @@ def bench_harness(given: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvrepro", description="Reproduce and check KV-cache merging: SelKV, KVSlimmer and their baselines."
+        prog="kvrepro",
+        description="Reproduce and check KV-cache merging: SelKV, KVSlimmer and their baselines.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -170,11 +173,16 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("run", run, "measure a profile's arms on its samples; goes on where it was stopped")
     _model(sub)
     sub.add_argument("--profile", default="quick", help="smoke, quick or full (default: quick)")
-    sub.add_argument("--methods", help="arms, comma separated, instead of the profile's (e.g. full,selkv,selkv/evict)")
+    sub.add_argument(
+        "--methods", help="arms, comma separated, instead of the profile's (e.g. full,selkv,selkv/evict)"
+    )
     sub.add_argument("--tasks", help="tasks, comma separated, instead of the profile's")
     sub.add_argument("--limit", type=int, help="samples a task, at most")
     sub.add_argument("--retain", type=float, help="share of entries to keep, instead of the profile's")
-    sub.add_argument("--data", help="folder with LongBench or RULER rows (JSONL), or hub; makes tasks such as longbench/qasper known")
+    sub.add_argument(
+        "--data",
+        help="folder with LongBench or RULER rows (JSONL), or hub; makes tasks such as longbench/qasper known",
+    )
     sub.add_argument("--out", help="results folder (default: results/PROFILE)")
 
     sub = command("table", table, "the main table of a results folder")
@@ -193,7 +201,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("method", help="e.g. selkv or selkv/evict")
     _json(sub)
 
-    sub = command("generate", generate, "answer a prompt with a compressed cache, and show what the cache held")
+    sub = command(
+        "generate", generate, "answer a prompt with a compressed cache, and show what the cache held"
+    )
     _model(sub)
     sub.add_argument("--method", default="selkv")
     sub.add_argument("--retain", type=float, help="share of entries to keep (default: 0.25)")
@@ -228,7 +238,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _model(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--model", default="smollm2-135m", help="a name of `kvrepro models`, a folder or a hub id")
+    sub.add_argument(
+        "--model", default="smollm2-135m", help="a name of `kvrepro models`, a folder or a hub id"
+    )
     sub.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     sub.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the model's)")
 
@@ -255,7 +267,11 @@ def _rows(rows: list[dict[str, Any]], as_json: bool, note: str) -> None:
         return
     widths = {key: max(len(key), *(len(str(row[key])) for row in rows)) for key in rows[0]}
     for row in [{key: key for key in rows[0]}, *rows]:
-        print("  ".join(str(row[key] if row[key] is not None else "-").ljust(width) for key, width in widths.items()).rstrip())
+        print(
+            "  ".join(
+                str(row[key] if row[key] is not None else "-").ljust(width) for key, width in widths.items()
+            ).rstrip()
+        )
     print(f"\n{note}")
 
 

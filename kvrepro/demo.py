@@ -1,6 +1,6 @@
 """Two minutes: one prompt, three methods, one figure.
 
-    kvrepro demo
+kvrepro demo
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def run(model_name: str, device: str, to: str | Path) -> list[Path]:
         records = evaluate(model, tokenizer, sample, ARMS, 1024)
         print(f"\n{sample.prompt.strip().splitlines()[-2]}\n  wanted: {sample.answers[0]}")
         for record in records:
-            print(f"  {record['arm']:<10} {record['kept_entries']:>4.0%} of the entries   {record['prediction'].strip()[:70]!r}")
+            print(
+                f"  {record['arm']:<10} {record['kept_entries']:>4.0%} of the entries   {record['prediction'].strip()[:70]!r}"
+            )
         found += [record | {"seed": 0} for record in records]
     frame = pd.DataFrame(found)
     means = stats.means(frame, ("score", "kl"), [arm.name for arm in ARMS], n_boot=1000)

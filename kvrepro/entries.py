@@ -159,7 +159,9 @@ class Rows:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length], bias
 
     def _no_bias(self, heads: int) -> Tensor:
-        dtype = torch.promote_types(self.keys.dtype, torch.float32)  # a kernel takes float64 with float64 only
+        dtype = torch.promote_types(
+            self.keys.dtype, torch.float32
+        )  # a kernel takes float64 with float64 only
         return self.keys.new_zeros(self.keys.shape[0], heads, self.keys.shape[2], dtype=dtype)
 
     def _reserve(self, new: int) -> None:

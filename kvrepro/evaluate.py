@@ -138,7 +138,10 @@ def _prefill_all(model: Any, ids: Tensor, arms: Sequence[NamedArm]) -> tuple[Pre
         for batch, cache in zip(batches, parts[1:], strict=True)
     ]
     for own in (_prefill(model, ids, [arm]) for arm in alone):
-        mate = next((g for g in groups if g.arms[0].retain == own.arms[0].retain and g.arms[0].name != "full-folded"), None)
+        mate = next(
+            (g for g in groups if g.arms[0].retain == own.arms[0].retain and g.arms[0].name != "full-folded"),
+            None,
+        )
         if mate is None:
             groups.append(own)
         else:
@@ -164,7 +167,11 @@ def _gold(tokenizer: Any, sample: Sample) -> Tensor:
     if before and not before[-1].isspace():
         text = " " + text  # the answer goes on in a line that was begun
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][: GOLD_LIMIT - 1]
-    end = [tokenizer.eos_token_id] if sample.chat else tokenizer("\n", add_special_tokens=False)["input_ids"][:1]
+    end = (
+        [tokenizer.eos_token_id]
+        if sample.chat
+        else tokenizer("\n", add_special_tokens=False)["input_ids"][:1]
+    )
     return torch.tensor(ids + end)
 
 
@@ -216,7 +223,12 @@ def _held(cache: KVCache) -> list[tuple[float, float]]:
     held = []
     for row in range(rows):
         lines = [line for line in report if line["row"] == row and line["method"] != "sliding-window"]
-        held.append((float(np.mean([line["entries"] for line in lines])), sum(line["bytes_used"] for line in lines) + sliding / rows))
+        held.append(
+            (
+                float(np.mean([line["entries"] for line in lines])),
+                sum(line["bytes_used"] for line in lines) + sliding / rows,
+            )
+        )
     return held
 
 

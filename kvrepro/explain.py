@@ -75,5 +75,8 @@ def text(found: dict[str, Any], width: int = 110) -> str:
     if found["arms"]:
         lines.append("arms")
         for arm, settings in found["arms"].items():
-            lines.append(f"  {found['method'].partition('/')[0]}/{arm}: " + ", ".join(f"{k}={v!r}" for k, v in settings.items()))
+            lines.append(
+                f"  {found['method'].partition('/')[0]}/{arm}: "
+                + ", ".join(f"{k}={v!r}" for k, v in settings.items())
+            )
     return "\n".join(lines)

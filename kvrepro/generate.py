@@ -44,7 +44,9 @@ def generate(
     limit = getattr(model.config, "max_position_embeddings", 1 << 30) - max_new_tokens
     ids = encode(tokenizer, sample, 1 << 30).input_ids
     if len(ids) > limit:
-        raise UserError(f"the prompt has {len(ids)} tokens and the model takes {limit} beside the answer; shorten it")
+        raise UserError(
+            f"the prompt has {len(ids)} tokens and the model takes {limit} beside the answer; shorten it"
+        )
     input_ids = torch.tensor([ids], device=model.device)
     cache = make_cache(model, method, retain=retain, budget=budget)
     started = time.perf_counter()

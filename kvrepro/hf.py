@@ -18,10 +18,10 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
@@ -122,7 +122,9 @@ class CompressedLayer(DynamicLayer):
 
     # What transformers asks
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         kwargs["kwargs"]["kvrepro"] = self
         return key_states, value_states  # stored in ``attend``, which knows the queries and the mask
 
@@ -144,7 +146,13 @@ class CompressedLayer(DynamicLayer):
     # Attention
 
     def attend(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kwargs: Any,
     ) -> Output:
         new = query.shape[2]
         if not self.prompt:
@@ -169,7 +177,13 @@ class CompressedLayer(DynamicLayer):
         return self.rows
 
     def _prefill(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kwargs: Any,
     ) -> Output:
         batch, _, length, _ = query.shape
         valid = None if mask is None else mask[:, 0, -1]  # [B, n] bool; the last query sees all but padding
@@ -180,7 +194,9 @@ class CompressedLayer(DynamicLayer):
         if all(untouched):  # padding stays in place: the model's own mask goes on
             self.stock = True
             where = torch.arange(length, device=key.device)[None]
-            self.prompt = [Row(arm, counts[b], m, True, Entries(key[b], value[b], where), where) for b, arm, m in plan]
+            self.prompt = [
+                Row(arm, counts[b], m, True, Entries(key[b], value[b], where), where) for b, arm, m in plan
+            ]
             return stock_attention(module, query, key, value, mask, **kwargs)
 
         chunked = self.arms[0].method.schedule != "one-shot"
@@ -198,14 +214,22 @@ class CompressedLayer(DynamicLayer):
             entries = Entries(key[b][:, own], value[b][:, own], places[b : b + 1, own])
             lse_row = None if lse is None else lse[b]
             observed = Observed(
-                query[b][:, own], kwargs["scaling"], self.rope, kwargs.get("softcap"), self.layer, self.layers, lse_row
+                query[b][:, own],
+                kwargs["scaling"],
+                self.rope,
+                kwargs.get("softcap"),
+                self.layer,
+                self.layers,
+                lse_row,
             )
             seen.append((entries, observed))
         for (b, arm, m), passes in zip(plan, untouched, strict=True):
             entries, observed = seen[b]
             row = Row(arm, counts[b], m, passes, entries, entries.positions)
             if not passes and chunked:
-                out[b, slice(None) if valid is None else valid[b]] = self._chunked(row, observed).transpose(0, 1)
+                out[b, slice(None) if valid is None else valid[b]] = self._chunked(row, observed).transpose(
+                    0, 1
+                )
             elif not passes:
                 self._compress(row, entries, observed)
             assert row.entries is not None
@@ -214,7 +238,13 @@ class CompressedLayer(DynamicLayer):
         return out, None
 
     def _whole(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Stock attention of the prompt, [B, n, H, D], with its logsumexp [B, H, n] where a kernel gives it."""
         if mask is None and kwargs.get("softcap") is None:
@@ -254,7 +284,9 @@ class CompressedLayer(DynamicLayer):
     # Not possible on compressed entries, so said rather than inherited
 
     def _refuse(self, what: str) -> None:
-        raise UserError(f"{what} is not possible with a compressed cache; use greedy decoding or sampling without it")
+        raise UserError(
+            f"{what} is not possible with a compressed cache; use greedy decoding or sampling without it"
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
         self._refuse("cropping (assisted decoding)")
@@ -291,7 +323,9 @@ class KVCache(Cache):
             )
         schedules = {arm.method.schedule for arm in arms}
         if len(arms) > 1 and schedules != {"one-shot"}:
-            raise UserError("a chunked method attends to its own merged past, so it cannot share a prefill; run it alone")
+            raise UserError(
+                "a chunked method attends to its own merged past, so it cannot share a prefill; run it alone"
+            )
         layers = list(DynamicCache(config=config).layers)
         compressible = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         for order, index in enumerate(compressible):
@@ -305,7 +339,9 @@ class KVCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if "kwargs" not in kwargs:
-            raise UserError("this architecture does not hand its keyword arguments to the cache, so nothing would be compressed")
+            raise UserError(
+                "this architecture does not hand its keyword arguments to the cache, so nothing would be compressed"
+            )
         if layer_idx == 0 and self.get_seq_length() == 0:
             _refuse_chunked_generate()
             self._refuse_undriven()
@@ -318,12 +354,16 @@ class KVCache(Cache):
     def _refuse_undriven(self) -> None:
         name = self.arms[0].method.name
         if self.arms[0].method.schedule == "driven" and not self.driving:
-            raise UserError(f"{name} needs passes of its own; call kvrepro.prefill(model, cache, input_ids) before generate()")
+            raise UserError(
+                f"{name} needs passes of its own; call kvrepro.prefill(model, cache, input_ids) before generate()"
+            )
 
     def _warn_of_no_effect(self, n: int) -> None:
         idle = [arm.method.untouched(n, arm.budget.resolve(n)) for arm in self.arms]
         if not self.compressed_layers() and not all(idle):
-            warnings.warn("every layer of this model has a sliding window, so nothing is compressed", stacklevel=2)
+            warnings.warn(
+                "every layer of this model has a sliding window, so nothing is compressed", stacklevel=2
+            )
 
     def compressed_layers(self) -> list[CompressedLayer]:
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
@@ -351,7 +391,9 @@ class KVCache(Cache):
     def mark(self) -> list[Any]:
         """The present length, for :meth:`rewind`."""
         return [
-            (layer.seen, layer._stacked().length) if isinstance(layer, CompressedLayer) else copy.copy(layer.__dict__)
+            (layer.seen, layer._stacked().length)
+            if isinstance(layer, CompressedLayer)
+            else copy.copy(layer.__dict__)
             for layer in self.layers
         ]
 
@@ -446,7 +488,9 @@ def _rope(model: PreTrainedModel, index: int) -> Rope:
     """The model's own rotary tables for layer ``index``."""
     rotary = model.get_decoder().rotary_emb
     extra, kind = {}, rotary.rope_type
-    if "layer_type" in inspect.signature(rotary.forward).parameters:  # Gemma 3 has a table for each layer type
+    if (
+        "layer_type" in inspect.signature(rotary.forward).parameters
+    ):  # Gemma 3 has a table for each layer type
         extra["layer_type"] = model.config.get_text_config(decoder=True).layer_types[index]
         kind = kind[extra["layer_type"]]
 
@@ -462,7 +506,7 @@ def _refuse_chunked_generate() -> None:
     Nothing that reaches a cache tells the pieces from a follow-up turn, so we look at the caller itself, once a
     prompt.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_prefill":
         frame = frame.f_back
     config = None if frame is None else frame.f_locals.get("generation_config")

@@ -42,7 +42,14 @@ def show(figure: plots.Figure, name: str, folder: str) -> plots.Figure:
 
 
 def execute(
-    out: str | Path, *, profile: str, model: str, device: str, retain: float | None, figures: str, only: str | None
+    out: str | Path,
+    *,
+    profile: str,
+    model: str,
+    device: str,
+    retain: float | None,
+    figures: str,
+    only: str | None,
 ) -> list[Path]:
     """Execute every notebook with the given parameters into ``out``.
 
@@ -55,7 +62,9 @@ def execute(
 
     sources = [path for path in sorted(FOLDER.glob("*.ipynb")) if not only or only in path.name]
     if not sources:
-        raise UserError(f"no notebook matches {only!r}; there are {', '.join(p.name for p in sorted(FOLDER.glob('*.ipynb')))}")
+        raise UserError(
+            f"no notebook matches {only!r}; there are {', '.join(p.name for p in sorted(FOLDER.glob('*.ipynb')))}"
+        )
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     parameters = {"profile": profile, "model": model, "device": device, "retain": retain, "figures": figures}
@@ -67,7 +76,9 @@ def execute(
                 str(source), str(target), parameters, cwd=str(FOLDER), progress_bar=False, log_output=False
             )
         except papermill.PapermillExecutionError as error:
-            raise UserError(f"{source.name} failed with {error.ename}: {error.evalue}; see {target}") from error
+            raise UserError(
+                f"{source.name} failed with {error.ename}: {error.evalue}; see {target}"
+            ) from error
         written.append(target)
     return written
 
@@ -76,7 +87,9 @@ def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """A copy fit for git: outputs kept, but no run metadata, injected parameters, timings or machine paths."""
     copy = nbformat.from_dict(notebook)
     copy.cells = [cell for cell in copy.cells if "injected-parameters" not in cell.metadata.get("tags", [])]
-    copy.metadata = {key: copy.metadata[key] for key in ("kernelspec", "language_info") if key in copy.metadata}
+    copy.metadata = {
+        key: copy.metadata[key] for key in ("kernelspec", "language_info") if key in copy.metadata
+    }
     for cell in copy.cells:
         tags = cell.metadata.get("tags")
         cell.metadata = {"tags": tags} if tags else {}

@@ -64,18 +64,22 @@ def block(tables: Path) -> str:
         "| method | score | KL from full | NLL of gold | top-1 agreement | entries | bytes |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in main.itertuples():
+    for row in main.to_dict("records"):
         lines.append(
-            f"| {plots.look(row.arm).label} | {row.average:.1f} | {row.kl:.3f} | {row.nll:.3f} | {row.agree:.3f} "
-            f"| {row.kept_entries:.0%} | {row.kept_bytes:.1%} |"
+            f"| {plots.look(row['arm']).label} | {row['average']:.1f} | {row['kl']:.3f} | {row['nll']:.3f} "
+            f"| {row['agree']:.3f} | {row['kept_entries']:.0%} | {row['kept_bytes']:.1%} |"
         )
-    lines += ["", "Paired differences in KL with 95 % bootstrap intervals (below 0: closer to the full cache):", ""]
+    lines += [
+        "",
+        "Paired differences in KL with 95 % bootstrap intervals (below 0: closer to the full cache):",
+        "",
+    ]
     found = pd.read_csv(tables / "comparisons.csv")
-    for row in found[found["metric"] == "kl"].itertuples():
-        verdict = "closer" if row.high < 0 else "farther" if row.low > 0 else "no difference seen"
+    for row in found[found["metric"] == "kl"].to_dict("records"):
+        verdict = "closer" if row["high"] < 0 else "farther" if row["low"] > 0 else "no difference seen"
         lines.append(
-            f"- {plots.look(row.arm).label} against {plots.look(row.baseline).label}: {row.diff:+.3f} "
-            f"[{row.low:+.3f}, {row.high:+.3f}], n = {row.n}: {verdict}; n could have shown {row.detectable:.3f}"
+            f"- {plots.look(row['arm']).label} against {plots.look(row['baseline']).label}: {row['diff']:+.3f} "
+            f"[{row['low']:+.3f}, {row['high']:+.3f}], n = {row['n']}: {verdict}; n could have shown {row['detectable']:.3f}"
         )
     return "\n".join(lines) + "\n"
 

@@ -97,7 +97,9 @@ def _measure(
     for sample, missing in progress(todo, f"{settings['profile']} on {store.settings['model']}", quiet=quiet):
         group = ",".join(f"{arm.name}@{arm.retain:g}" for arm in missing)
         unit = store.unit(sample.id, group, arms=[arm.settings for arm in missing])
-        store.append(unit, [record | common for record in evaluate(model, tokenizer, sample, missing, context)])
+        store.append(
+            unit, [record | common for record in evaluate(model, tokenizer, sample, missing, context)]
+        )
 
 
 def _samples(
@@ -149,4 +151,6 @@ def _resumable(store: results.Store, out: str | Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise UserError(f"stopped; what is finished is kept in {out}, run the same command again to go on") from None
+        raise UserError(
+            f"stopped; what is finished is kept in {out}, run the same command again to go on"
+        ) from None

@@ -40,7 +40,9 @@ def inputs(shape: str) -> dict[str, Any]:
 
     def wave(count: int, a: float, b: float) -> Tensor:
         index = torch.arange(count * TOKENS * WIDTH, dtype=torch.float64)
-        return (2 * torch.sin(a * index + b * index**2 / 1000)).round(decimals=6).reshape(count, TOKENS, WIDTH)
+        return (
+            (2 * torch.sin(a * index + b * index**2 / 1000)).round(decimals=6).reshape(count, TOKENS, WIDTH)
+        )
 
     return {
         "queries": wave(heads, 1.7, 0.31).tolist(),
@@ -54,7 +56,9 @@ def inputs(shape: str) -> dict[str, Any]:
 
 def answer(method: Method, given: dict[str, Any]) -> dict[str, Any]:
     """What the method holds after the prompt ``given``."""
-    queries, keys, values = (torch.tensor(given[x], dtype=torch.float64) for x in ("queries", "keys", "values"))
+    queries, keys, values = (
+        torch.tensor(given[x], dtype=torch.float64) for x in ("queries", "keys", "values")
+    )
     positions = torch.arange(keys.shape[1])[None]
     rope, m = Rope(tables), given["budget"]
     entries: Entries | None = None

@@ -54,7 +54,9 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys: Any, tmp_path: Path, word
 
 def test_generate_answers_and_tells_what_the_cache_held(capsys: Any, tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.txt"
-    prompt.write_text("The warehouse holds crates. " * 40 + "The magic number is 7361942. What is the magic number?")
+    prompt.write_text(
+        "The warehouse holds crates. " * 40 + "The magic number is 7361942. What is the magic number?"
+    )
     words = ("generate", "--retain", "0.5", "--prompt-file", str(prompt), "--max-new-tokens", "16")
     code, out, _ = call(capsys, *words)
     assert code == 0 and "selkv" in out and "entries" in out

@@ -142,7 +142,9 @@ def test_pyramidkv(shape: str, n: int, m: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("space", ["pre", "post"])
-@pytest.mark.parametrize(("n", "m", "alike"), [(60, 40, 0.0), (60, 40, 3.0), (60, 55, 8.0), (60, 16, 3.0), (50, 3, 1.0)])
+@pytest.mark.parametrize(
+    ("n", "m", "alike"), [(60, 40, 0.0), (60, 40, 3.0), (60, 55, 8.0), (60, 16, 3.0), (50, 3, 1.0)]
+)
 def test_kvmerger(shape: str, space: str, n: int, m: int, alike: float) -> None:
     """``alike``: a shared direction added to all keys, so that many, some or no neighbours pass the threshold."""
     q, k, v = prompt(shape, n, seed=n + m)
@@ -200,7 +202,10 @@ def check_selkv(shape: str, n: int, m: int, ours: methods.Method, theirs: dict[s
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("arm", SELKV_ARMS)
-@pytest.mark.parametrize(("n", "m", "ties"), [(110, 109, False), (110, 55, True), (101, 28, False), (101, 17, True), (77, 12, False)])
+@pytest.mark.parametrize(
+    ("n", "m", "ties"),
+    [(110, 109, False), (110, 55, True), (101, 28, False), (101, 17, True), (77, 12, False)],
+)
 def test_selkv_arms(shape: str, arm: str, n: int, m: int, ties: bool) -> None:
     ours = methods.make(f"selkv/{arm}" if arm else "selkv")
     check_selkv(shape, n, m, ours, SELKV_ARMS[arm], ties)

@@ -20,7 +20,10 @@ from kvrepro.evaluate import NamedArm, evaluate
 from kvrepro.hf import make_cache
 from kvrepro.tasks.prompts import encode
 
-ARMS = [NamedArm("full", 1.0), *(NamedArm(name, 0.25) for name in ("snapkv", "selkv", "selkv/evict", "kvslimmer"))]
+ARMS = [
+    NamedArm("full", 1.0),
+    *(NamedArm(name, 0.25) for name in ("snapkv", "selkv", "selkv/evict", "kvslimmer")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,9 @@ def test_generate_gives_the_same_answer(
     model, tokenizer = smollm2
     ids = torch.tensor([encode(tokenizer, sample, 1024).input_ids])
     cache = make_cache(model, name, retain=0.25)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=sample.max_new_tokens)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=sample.max_new_tokens
+    )
     assert tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == together[name]["prediction"]
 
 
@@ -84,7 +89,14 @@ def test_bad_requests_are_refused_before_the_model_is_loaded(tmp_path: Path) -> 
 
 
 def command(out: Path) -> list[str]:
-    chosen = ["--tasks", "needle-single,pydoc-fewshot", "--limit", "2", "--methods", "full,snapkv,selkv,kvslimmer"]
+    chosen = [
+        "--tasks",
+        "needle-single,pydoc-fewshot",
+        "--limit",
+        "2",
+        "--methods",
+        "full,snapkv,selkv,kvslimmer",
+    ]
     return [sys.executable, "-m", "kvrepro.cli", "run", "--profile", "smoke", *chosen, "--out", str(out)]
 
 
@@ -100,7 +112,9 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_had_not_been(tmp_path: Path, cap
     records = out / results.RECORDS
     deadline = time.monotonic() + 300
     while not (records.exists() and records.read_bytes().count(b"\n")):
-        assert process.poll() is None and time.monotonic() < deadline, "the run ended or hung before its first unit"
+        assert process.poll() is None and time.monotonic() < deadline, (
+            "the run ended or hung before its first unit"
+        )
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL

@@ -44,7 +44,11 @@ def reference(case: str, given: dict) -> dict:
     """The naive loop's answer to the committed inputs."""
     positions = torch.arange(vectors.TOKENS)
     cos, sin = (table.numpy() for table in vectors.tables(positions, torch.float64))
-    arguments = (*(np.array(given[x]) for x in ("queries", "keys", "values")), given["scaling"], given["budget"])
+    arguments = (
+        *(np.array(given[x]) for x in ("queries", "keys", "values")),
+        given["scaling"],
+        given["budget"],
+    )
     base, _, arm = case.partition("/")
     if base == "selkv":
         settings = {"select": "snapkv"} if arm == "on-snapkv" else SELKV_ARMS[arm]

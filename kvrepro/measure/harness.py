@@ -1,6 +1,6 @@
 """What sharing a prefill saves: the time of twelve one-shot arms on a sample against one arm alone.
 
-    kvrepro bench harness --context 2048
+kvrepro bench harness --context 2048
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def run(
     model, tokenizer = load(model_name, device=device, dtype=dtype)
     sample = tasks.load("needle-single", 1, context)[0]
     arms = {
-        name: [NamedArm(arm, 1.0 if arm == "full" else 0.25) for arm in chosen] for name, chosen in ARMS.items()
+        name: [NamedArm(arm, 1.0 if arm == "full" else 0.25) for arm in chosen]
+        for name, chosen in ARMS.items()
     }
     evaluate(model, tokenizer, sample, arms["one"], context)  # warm up
     seconds: dict[str, list[float]] = {name: [] for name in arms}
@@ -46,7 +47,9 @@ def run(
     ratios = [twelve / one for one, twelve in zip(seconds["one"], seconds["twelve"], strict=True)]
     return {
         "machine": results.versions() | {"device": device, "dtype": str(model.dtype).removeprefix("torch.")},
-        "rows": [{"arms": len(arms[name]), "context": context, "seconds": times} for name, times in seconds.items()],
+        "rows": [
+            {"arms": len(arms[name]), "context": context, "seconds": times} for name, times in seconds.items()
+        ],
         "ratio": {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios), "n": repeats},
     }
 

@@ -81,18 +81,21 @@ class Layer:
         method, m = SelKV(), self.budget(retain)
         kept, _ = method.routes(self.entries, self.observed, m)
         chosen, heads = m - method.recent, self.entries.kv_heads
-        held = torch.unique(kept.index)
         rows = {
-            "prompt": len(self.entries),
-            f"budget m, {retain:.0%} of it": m,
+            "prompt (n)": len(self.entries),
+            f"budget, {retain:.0%} of it (m)": m,
             f"recent window, always kept (m_r = {method.recent})": method.recent,
             "each KV head chooses (m_s = m - m_r)": chosen,
-            f"chosen by at least one of {heads} KV heads": kept.union,
-            "trimmed from the union": None if kept.union is None else kept.union - chosen,
-            "kept by the layer": len(held),
-            "kept and chosen by all KV heads": int(kept.own.all(0).sum()),
         }
-        return pd.DataFrame({"tokens": {step: count for step, count in rows.items() if count is not None}})
+        if kept.union is None:
+            rows["kept by each KV head"] = kept.index.shape[1]
+            rows[f"kept by at least one of {heads} KV heads"] = len(torch.unique(kept.index))
+        else:
+            rows[f"chosen by at least one of {heads} KV heads (the union)"] = kept.union
+            rows["trimmed from the union"] = kept.union - chosen
+            rows["kept by the layer"] = len(kept.index)
+            rows["kept and chosen by every KV head"] = int(kept.own.all(0).sum())
+        return pd.DataFrame({"tokens": rows})
 
     def states(self, retain: float) -> pd.DataFrame:
         """What became of every token in every KV head, for ``plots.entries_map``."""
@@ -151,43 +154,37 @@ class Layer:
         biased, _ = make("selkv").compress(self.entries, self.observed, m)
         each, _ = make("selkv", ratio="head", alpha=1.0).compress(self.entries, self.observed, m)
         assert biased.bias is not None and each.bias is not None
-        order = biased.bias.amax(0).argsort(descending=True, stable=True)[:rows]
+        # A kept set of the layer has one R for all KV heads; where each head keeps its own, the first is shown.
+        heads = list(range(1 if kept.index.dim() == 2 else self.entries.kv_heads))
+        order = biased.bias[0].argsort(descending=True, stable=True)[:rows]
         index = kept.index.expand(self.entries.kv_heads, -1)
         old = gather(at_least_float32(self.entries.values), index)  # [Hkv, m, D]
         change = (at_least_float32(biased.values) - old).norm(dim=-1) / old.norm(dim=-1)
         arrived = torch.zeros_like(gates).scatter_add(1, routes.target.clamp_min(0), (gates > 0).to(gates.dtype))
-        arrived = arrived.gather(1, index).sum(0).long()
+        arrived = arrived.gather(1, index).long()  # [Hkv, m]
         where = biased.positions[0, order].tolist()
         table = pd.DataFrame(
             {
                 "position": where,
                 "token": [repr(self.tokens[i]) for i in where],
-                "merged, all heads": arrived[order].tolist(),
-                **{f"R, head {head}": each.bias[head, order].exp().tolist() for head in range(self.entries.kv_heads)},
-                "bias": biased.bias.mean(0)[order].tolist(),
-                "value changed by": change.mean(0)[order].tolist(),
+                "merged into it": arrived[heads][:, order].sum(0).tolist(),
+                **{f"R, head {head}": each.bias[head, order].exp().tolist() for head in heads},
+                "bias": biased.bias[0, order].tolist(),
+                "value changed by": change[heads][:, order].mean(0).tolist(),
             }
         )
         return table.set_index("position")
 
     def attention(self, retain: float) -> pd.DataFrame:
-        """Attention of the answer's queries along the prompt at each stage, for ``plots.sag``; mean over heads and queries."""
-        frames = []
-        for stage, (entries, weights, _) in self._stages(retain).items():
-            n = len(entries) - len(self.later)
-            mass = weights.mean((1, 2))[:, :n] / len(weights)  # [Hkv, m]
-            along = mass.new_zeros(len(self.entries))
-            along.scatter_add_(0, entries.positions[:, :n].expand_as(mass).flatten(), mass.flatten())
-            frames.append(pd.DataFrame({"position": range(len(along)), "variant": stage, "mass": along.tolist()}))
-        return pd.concat(frames, ignore_index=True)
+        """Attention of the answer's queries along the prompt at each stage, for ``plots.sag``: a mean over heads and queries."""
+        return self._along(self._stages(retain))
 
     def losses(self, retain: float, bucket: int = 32) -> pd.DataFrame:
         """What each stage costs this layer: attention on the prompt, mass in the wrong bucket, error of the output."""
         stages = self._stages(retain)
-        attention = self.attention(retain)
-        attention = attention.assign(bucket=attention["position"] // bucket)
-        mass = attention.groupby(["bucket", "variant"])["mass"].sum().unstack("variant")
-        _, _, true = stages["full"]
+        along = self._along(stages)
+        mass = along.groupby([along["position"] // bucket, "variant"])["mass"].sum().unstack("variant")
+        true = stages["full"][2]
         rows = {}
         for stage, (_, _, output) in stages.items():
             error = (output - true).norm(dim=-1) / true.norm(dim=-1)
@@ -197,6 +194,16 @@ class Layer:
                 "error of the output": float(error.mean()),
             }
         return pd.DataFrame(rows).T.rename_axis("stage")
+
+    def _along(self, stages: dict[str, tuple[Entries, Tensor, Tensor]]) -> pd.DataFrame:
+        frames = []
+        for stage, (entries, weights, _) in stages.items():
+            n = len(entries) - len(self.later)
+            mass = weights.mean((1, 2))[:, :n] / len(weights)  # [Hkv, m]
+            along = mass.new_zeros(len(self.entries))
+            along.scatter_add_(0, entries.positions[:, :n].expand_as(mass).flatten(), mass.flatten())
+            frames.append(pd.DataFrame({"position": range(len(along)), "variant": stage, "mass": along.tolist()}))
+        return pd.concat(frames, ignore_index=True)
 
     def budget(self, retain: float) -> int:
         """Entries this prompt keeps."""
@@ -253,7 +260,9 @@ class Walk:
             for kind, vectors in {"key": keys, "value": at_least_float32(entries.values)}.items():
                 for name, step in {kind: 1, f"{kind}-apart": min(APART, len(entries) // 2)}.items():
                     cosine = torch.cosine_similarity(vectors[:, :-step], vectors[:, step:], dim=-1)
-                    frames.append(pd.DataFrame({"layer": index, "kind": name, "cosine": cosine.flatten().tolist()}))
+                    frames.append(
+                        pd.DataFrame({"layer": index, "kind": name, "cosine": cosine.flatten().tolist()})
+                    )
         return pd.concat(frames, ignore_index=True)
 
 
@@ -274,7 +283,9 @@ def read(model: Any, tokenizer: Any, sample: Sample, limit: int) -> Walk:
     layers = []
     for entries, seen in observe(model, ids)[0]:
         lse = None if seen.logsumexp is None else seen.logsumexp[:, :n]
-        observed = Observed(seen.queries[:, :n], seen.scaling, seen.rope, seen.softcap, seen.layer, seen.layers, lse)
+        observed = Observed(
+            seen.queries[:, :n], seen.scaling, seen.rope, seen.softcap, seen.layer, seen.layers, lse
+        )
         places = torch.arange(ids.shape[1], device=ids.device)
         layers.append(
             Layer(tokens, entries.take(places[:n]), observed, entries.take(places[n:]), seen.queries[:, n:])
@@ -364,7 +375,9 @@ class Slimmed:
         )
         table = gap.quantile([0.5, 0.9, 0.99]).T.set_axis(["median", "90 %", "99 %"], axis=1)
         table["below a bfloat16 step"] = (gap < BFLOAT16_STEP).mean()
-        table.loc["attention on the pair", "below a bfloat16 step"] = float("nan")  # that column is about weights
+        table.loc["attention on the pair", "below a bfloat16 step"] = float(
+            "nan"
+        )  # that column is about weights
         return table.rename_axis(f"{len(gap):,} pairs")
 
     def examples(self, tokens: list[str], layer: int, rows: int = 8) -> pd.DataFrame:
@@ -393,7 +406,9 @@ def slim(model: Any, input_ids: Tensor, retain: float) -> Slimmed:
         held = layer.prompt[0].entries
         assert held is not None and held.mass is not None
         for head, (places, mass) in enumerate(zip(held.positions.tolist(), held.mass.tolist())):
-            frames.append(pd.DataFrame({"layer": index, "head": head, "position": places, "cardinality": mass}))
+            frames.append(
+                pd.DataFrame({"layer": index, "head": head, "position": places, "cardinality": mass})
+            )
     totals = pd.DataFrame([layer.prompt[0].diagnostics for layer in cache.compressed_layers()]).sum()
     names = {
         "merges": "all merges",
@@ -420,7 +435,13 @@ def schedule(method: KVSlimmer, n: int, m: int) -> pd.DataFrame:
         attended = stored + fresh
         left = min(attended, m)
         rows.append(
-            {"tokens": fresh, "stored before": stored, "attends to": attended, "merged away": attended - left, "left": left}
+            {
+                "tokens": fresh,
+                "stored before": stored,
+                "attends to": attended,
+                "merged away": attended - left,
+                "left": left,
+            }
         )
         stored = left
     return pd.DataFrame(rows, index=pd.RangeIndex(1, len(rows) + 1, name="chunk"))

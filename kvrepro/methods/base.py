@@ -48,11 +48,15 @@ class Budget:
 
     def __post_init__(self) -> None:
         if (self.retain is None) == (self.entries is None):
-            raise UserError("give the budget either as retain= (a share in (0, 1]) or as budget= (entries), not both")
+            raise UserError(
+                "give the budget either as retain= (a share in (0, 1]) or as budget= (entries), not both"
+            )
         if self.retain is not None and not (0 < self.retain <= 1):  # NaN fails too
             raise UserError(f"retain={self.retain} is not a share; give a number above 0 and at most 1")
         if self.entries is not None and (self.entries != int(self.entries) or self.entries < 1):
-            raise UserError(f"budget={self.entries} is not a number of entries; give an integer of at least 1")
+            raise UserError(
+                f"budget={self.entries} is not a number of entries; give an integer of at least 1"
+            )
 
     def resolve(self, n: int) -> int:
         """m for a prompt of n tokens (SelKV, step 2: round half up)."""
@@ -87,7 +91,11 @@ class Method:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, choices, least = getattr(self, field.name), field.metadata["choices"], field.metadata["least"]
+            value, choices, least = (
+                getattr(self, field.name),
+                field.metadata["choices"],
+                field.metadata["least"],
+            )
             where = f"{self.name}: {field.name}={value!r}"
             if choices is not None and value not in choices:
                 raise UserError(f"{where} is not known; choose from {', '.join(map(repr, choices))}")

@@ -28,7 +28,9 @@ class KVMerger(Method):
     paper = "arXiv 2407.08454"
     arms = {"post": {"space": "post"}}
 
-    threshold: float = setting(0.75, "τ never rises above this; it falls until m entries remain", "paper", least=-1)
+    threshold: float = setting(
+        0.75, "τ never rises above this; it falls until m entries remain", "paper", least=-1
+    )
     space: str = setting("pre", "keys compared and merged before RoPE, or after", "paper (post)", SPACE)
     group: str = setting("sum", "how a group's query heads are reduced", "our choice", GROUP)
 
@@ -43,7 +45,9 @@ class KVMerger(Method):
             run, threshold = self._runs(keys[head], score[head], m)
             pivot, weight = _pivots(keys[head], score[head], run)
             count = len(pivot)
-            size = torch.zeros(count, dtype=torch.long, device=run.device).index_add(0, run, torch.ones_like(run))
+            size = torch.zeros(count, dtype=torch.long, device=run.device).index_add(
+                0, run, torch.ones_like(run)
+            )
 
             def mean(x: Tensor, run: Tensor = run, weight: Tensor = weight, count: int = count) -> Tensor:
                 return x.new_zeros(count, x.shape[1]).index_add(0, run, weight[:, None] * x)
@@ -54,7 +58,9 @@ class KVMerger(Method):
                 key = observed.rope.rotate(key, position)
             alone = (size == 1)[:, None]  # stays bit for bit
             key = torch.where(alone, entries.keys[head][pivot], key.to(entries.keys.dtype))
-            value = torch.where(alone, entries.values[head][pivot], mean(values[head]).to(entries.values.dtype))
+            value = torch.where(
+                alone, entries.values[head][pivot], mean(values[head]).to(entries.values.dtype)
+            )
             made.append((key, value, position))
             thresholds.append(threshold)
         return _ragged(made), {"threshold": sum(thresholds) / len(thresholds)}
@@ -74,7 +80,9 @@ class KVMerger(Method):
         if int((cosine > self.threshold).sum()) >= needed:
             threshold = self.threshold
         else:
-            levels = torch.cat([cosine[torch.isfinite(cosine)], cosine.new_tensor([-torch.inf])]).unique().flip(0)
+            levels = (
+                torch.cat([cosine[torch.isfinite(cosine)], cosine.new_tensor([-torch.inf])]).unique().flip(0)
+            )
             levels = levels[levels <= self.threshold]
             above = (cosine[None] > levels[:, None]).sum(1)
             enough = (above >= needed) & torch.isfinite(levels)

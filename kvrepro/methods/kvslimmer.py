@@ -21,7 +21,9 @@ from ..attention import Observed, at_least_float32
 from ..entries import Entries
 from .base import Diagnostics, Method, register, setting
 
-TURNING_POINT = 0.45  # p_m + p_{m+1} past ½ makes the stationary point a maximum; the paper's rule is left before it
+TURNING_POINT = (
+    0.45  # p_m + p_{m+1} past ½ makes the stationary point a maximum; the paper's rule is left before it
+)
 DEGENERATE = 1e-12  # of the denominator, relative to ‖c11‖ + ‖c22‖
 CLAMP = 5  # the released code's ceiling on l
 
@@ -67,7 +69,9 @@ class KVSlimmer(Method):
         "as-key": {"values": "as-key"},
     }
 
-    sinks: int = setting(32, "first tokens never merged, cut to m // 8", "paper (32); the cut is our choice", least=0)
+    sinks: int = setting(
+        32, "first tokens never merged, cut to m // 8", "paper (32); the cut is our choice", least=0
+    )
     chunk: int | None = setting(
         None, "tokens a chunk; None: 512, at most m // 4; a number: at most m // 2", "paper (512); the cuts are our choice",
         least=1,
@@ -103,31 +107,36 @@ class KVSlimmer(Method):
 
     def compress(self, entries: Entries, observed: Observed, m: int) -> tuple[Entries, Diagnostics]:
         fresh = observed.queries.shape[1]
-        if entries.mass is None:
-            like = at_least_float32(entries.keys)
-            entries = replace(entries, mass=like.new_ones(entries.kv_heads, len(entries)))
-        rho = entries.state.get("rho", entries.mass[:, :0])
+        mass = entries.mass
+        if mass is None:
+            mass = at_least_float32(entries.keys).new_ones(entries.kv_heads, len(entries))
+        rho = entries.state.get("rho", mass[:, :0])
         rho = torch.nn.functional.pad(rho, (0, len(entries) - rho.shape[1]), value=1.0)
-        entries = replace(entries, state={"rho": rho})
+        entries = replace(entries, mass=mass, state={"rho": rho})
         surplus = len(entries) - m
         if surplus <= 0:
             return entries, {"dropped_mass": 0}
         if m == 1:  # nothing but the newest token fits
             last = torch.tensor([len(entries) - 1], device=entries.keys.device)
-            return entries.take(last), {"dropped_mass": float(entries.mass[:, :-1].sum())}
+            return entries.take(last), {"dropped_mass": float(mass[:, :-1].sum())}
 
         counts: Counter[str] = Counter()
         older = range(self.sizes(m)[0], len(entries) - fresh)
-        heads = [self._shrink(head, entries, observed, older, surplus, counts) for head in range(entries.kv_heads)]
+        heads = [
+            self._shrink(head, entries, observed, older, surplus, counts) for head in range(entries.kv_heads)
+        ]
+        left = torch.stack([slots.mass for slots in heads])
         merged = Entries(
             keys=torch.stack([slots.keys for slots in heads]),
             values=torch.stack([slots.values for slots in heads]),
             positions=torch.stack([slots.positions for slots in heads]),
-            mass=torch.stack([slots.mass for slots in heads]),
+            mass=left,
             state={"rho": torch.stack([slots.rho for slots in heads])},
         )
-        dropped = float(entries.mass.sum() - merged.mass.sum())
-        return replace(merged, bias=self._bias(merged)), {"dropped_mass": dropped, **counts}
+        return replace(merged, bias=self._bias(merged)), {
+            "dropped_mass": float(mass.sum() - left.sum()),
+            **counts,
+        }
 
     def _bias(self, entries: Entries) -> Tensor | None:
         assert entries.mass is not None
@@ -140,7 +149,13 @@ class KVSlimmer(Method):
     # One KV head
 
     def _shrink(
-        self, head: int, entries: Entries, observed: Observed, older: range, surplus: int, counts: Counter[str]
+        self,
+        head: int,
+        entries: Entries,
+        observed: Observed,
+        older: range,
+        surplus: int,
+        counts: Counter[str],
     ) -> Slots:
         """Merge pairs of the head's older slots in rounds until ``surplus`` entries are gone."""
         assert observed.probabilities is not None and entries.mass is not None
@@ -168,7 +183,13 @@ class KVSlimmer(Method):
         return slots
 
     def _merge(
-        self, slots: Slots, first: Tensor, head: int, entries: Entries, observed: Observed, counts: Counter[str]
+        self,
+        slots: Slots,
+        first: Tensor,
+        head: int,
+        entries: Entries,
+        observed: Observed,
+        counts: Counter[str],
     ) -> Slots:
         second = first + 1
         l1, l2 = slots.mass[first], slots.mass[second]
@@ -212,7 +233,9 @@ class KVSlimmer(Method):
 
         keep = torch.ones(len(mass), dtype=torch.bool, device=mass.device)
         keep[second] = False
-        return Slots(*(x[keep] for x in (keys, values, positions, mass, rho, attention, slots.column, composite)))
+        return Slots(
+            *(x[keep] for x in (keys, values, positions, mass, rho, attention, slots.column, composite))
+        )
 
     def _value_weights(self, weight: Tensor, share: Tensor, l1: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:
         if self.values == "sum":
@@ -250,7 +273,10 @@ class KVSlimmer(Method):
         p1, p2 = p1.masked_fill(left_out, 0), p2.masked_fill(left_out, 0)
 
         output = observed.output[head]  # o [G·q, D]
-        v1, v2 = at_least_float32(entries.values[head][c1]), at_least_float32(entries.values[head][c2])  # [K, D]
+        v1, v2 = (
+            at_least_float32(entries.values[head][c1]),
+            at_least_float32(entries.values[head][c2]),
+        )  # [K, D]
         ov1, ov2, oo = output @ v1.T, output @ v2.T, output.square().sum(1, keepdim=True)
         h11 = (p1 * (1 - 2 * p1).abs() * _distance(v1.square().sum(1) - 2 * ov1 + oo)).sum(0)
         h22 = (p2 * (1 - 2 * p2).abs() * _distance(v2.square().sum(1) - 2 * ov2 + oo)).sum(0)
@@ -283,7 +309,7 @@ def choose_pairs(attention: Tensor, limit: int) -> Tensor:
     """
     scores = attention[:-1] + attention[1:]
     used = bytearray(len(attention) + 1)
-    chosen = []
+    chosen: list[int] = []
     for pair in torch.sort(scores, stable=True).indices.tolist():
         if len(chosen) == limit:
             break

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from ..attention import Observed
 from ..entries import Entries
-from .base import Diagnostics, Method, register, setting
+from .base import Diagnostics, register, setting
 from .select import top_and_recent
 from .snapkv import SnapKV, window_score
 
@@ -40,7 +40,9 @@ class PyramidKV(SnapKV):
     """SnapKV with more entries in the lower layers (arXiv 2406.02069); ``layer_budget`` reports what each got."""
 
     name = "pyramidkv"
-    formula = "m_layer falls linearly from 2(m-w) - (m-w)/β to (m-w)/β, Σ m_layer = L·m; kept = SnapKV's at m_layer"
+    formula = (
+        "m_layer falls linearly from 2(m-w) - (m-w)/β to (m-w)/β, Σ m_layer = L·m; kept = SnapKV's at m_layer"
+    )
     paper = "arXiv 2406.02069"
     arms = {}
 

@@ -69,16 +69,25 @@ class SelKV(Method):
     recent: int = setting(16, "m_r: last tokens always kept", "paper (step 2)", least=0)
     kernel: int = setting(5, "average pooling of the score along tokens", "paper (step 1)", ODD)
     norm: str = setting("l2", "norm of the value in the score", "our choice (VATP uses l1)", ("l2", "l1"))
-    select: str = setting("selkv", "whose kept set the merge works on", "paper (plug-in)", ("selkv", "snapkv"))
-    bucket: int = setting(32, "B: a token merges only within its bucket of positions", "paper (step 3)", least=1)
+    select: str = setting(
+        "selkv", "whose kept set the merge works on", "paper (plug-in)", ("selkv", "snapkv")
+    )
+    bucket: int = setting(
+        32, "B: a token merges only within its bucket of positions", "paper (step 3)", least=1
+    )
     targets: str = setting(
-        "own", "who may receive: kept tokens of the head's own top-m, or any kept token", "our choice", ("own", "shared")
+        "own",
+        "who may receive: kept tokens of the head's own top-m, or any kept token",
+        "our choice",
+        ("own", "shared"),
     )
     no_target: str = setting(
         "drop", "no target in the bucket: drop, or the most attended target anywhere before", "our choice",
         ("drop", "any"),
     )  # fmt: skip
-    merge: str = setting("gate", "gate: g = max(cos, 0); all: g = 1; none: evict", "paper (step 4)", ("gate", "all", "none"))
+    merge: str = setting(
+        "gate", "gate: g = max(cos, 0); all: g = 1; none: evict", "paper (step 4)", ("gate", "all", "none")
+    )
     bias: str = setting(
         "ratio", "ratio: α log R; count: log(1 + routed); gated-count: log(1 + Σ g); none", "paper (step 6)",
         ("ratio", "count", "gated-count", "none"),
@@ -143,7 +152,9 @@ class SelKV(Method):
         held.scatter_(1, kept.index.expand(heads, -1), True)
         targets = kept.own if self.targets == "own" else held
         short = -n % self.bucket
-        allowed = torch.nn.functional.pad(targets, (0, short)).view(heads, -1, 1, self.bucket)  # [Hkv, b, 1, i]
+        allowed = torch.nn.functional.pad(targets, (0, short)).view(
+            heads, -1, 1, self.bucket
+        )  # [Hkv, b, 1, i]
         causal = torch.ones(self.bucket, self.bucket, dtype=torch.bool, device=held.device).tril()
         weights = torch.where(allowed & causal, observed.bands(entries, self.bucket), -1)  # [Hkv, b, j, i]
         best, slot = weights.max(-1)  # the first of equals
@@ -191,7 +202,9 @@ class SelKV(Method):
         merged = torch.where(added[..., None] > 0, merged, own)  # nothing merged: the value stays bit for bit
         log_ratio = torch.log(self._over_heads(total, a_kept, kept))
         count = _into(target, (routed if self.bias == "count" else gate).to(mass.dtype)).gather(1, index)
-        survivors = replace(survivors, values=merged.to(entries.values.dtype), bias=self._bias(log_ratio, count, kept))
+        survivors = replace(
+            survivors, values=merged.to(entries.values.dtype), bias=self._bias(log_ratio, count, kept)
+        )
 
         evicted, went = int(routes.evicted.sum()), int(routed.sum())
         return survivors, {

@@ -12,7 +12,9 @@ from .base import Diagnostics, Method, register, setting
 from .select import ODD, pool, top_and_recent
 
 
-def window_score(entries: Entries, observed: Observed, window: int, kernel: int, pooling: str, group: str) -> Tensor:
+def window_score(
+    entries: Entries, observed: Observed, window: int, kernel: int, pooling: str, group: str
+) -> Tensor:
     """SnapKV's score [Hkv, n]: attention of the last ``window`` queries, over the group, pooled along tokens."""
     mass = observed.column_mass(entries, window)  # [Hkv, G, n]
     return pool(mass.sum(1) if group == "sum" else mass.amax(1), kernel, pooling)
@@ -28,9 +30,13 @@ class SnapKV(Method):
     paper = "arXiv 2404.14469"
     arms = {"class-default": {"window": 64, "kernel": 5, "pooling": "avg"}}
 
-    window: int = setting(32, "w: the last queries that vote, always kept", "paper (LongBench configs)", least=1)
+    window: int = setting(
+        32, "w: the last queries that vote, always kept", "paper (LongBench configs)", least=1
+    )
     kernel: int = setting(7, "width of the pooling", "paper (LongBench configs)", ODD)
-    pooling: str = setting("max", "how neighbours are pooled", "paper (LongBench configs)", ("max", "avg", "none"))
+    pooling: str = setting(
+        "max", "how neighbours are pooled", "paper (LongBench configs)", ("max", "avg", "none")
+    )
     group: str = setting("sum", "how a group's query heads are reduced", "our choice", ("sum", "max"))
 
     def untouched(self, n: int, m: int) -> bool:
@@ -43,5 +49,3 @@ class SnapKV(Method):
 
     def compress(self, entries: Entries, observed: Observed, m: int) -> tuple[Entries, Diagnostics]:
         return entries.take(self.select(entries, observed, m)), {}
-
-

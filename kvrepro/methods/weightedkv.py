@@ -30,7 +30,9 @@ class WeightedKV(Method):
         index = heavy_and_recent(weight, m)
         values = at_least_float32(entries.values)
         # The slot that a token falls into is the first kept one at or after it.
-        slot = torch.searchsorted(index.contiguous(), torch.arange(n, device=mass.device).expand(len(index), n).contiguous())
+        slot = torch.searchsorted(
+            index.contiguous(), torch.arange(n, device=mass.device).expand(len(index), n).contiguous()
+        )
         total = torch.zeros_like(weight[:, :m]).scatter_add(1, slot, weight)
         count = torch.zeros_like(weight[:, :m]).scatter_add(1, slot, torch.ones_like(weight))
         spread = slot[..., None].expand_as(values)

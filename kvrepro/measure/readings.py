@@ -1,0 +1,196 @@
+"""What a table says, in tables for people and in sentences: no verdict is typed by hand.
+
+A claim of a paper names two arms and which is better.  It is **supported** where the 95 % interval of the paired
+difference lies on the claimed side of zero, **contradicted** where it lies on the other, and otherwise
+**inconclusive**: then ``detectable`` says how large a true difference these samples would have shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from .. import plots, published, results, stats
+from ..tasks.base import CATEGORIES
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That ``arm`` is better than ``baseline``, in a paper's words or as its choice of a default implies."""
+
+    text: str
+    arm: str
+    baseline: str
+
+
+CLAIMS = {
+    "main": (
+        Claim("SelKV beats SnapKV at the same budget", "selkv", "snapkv"),
+        Claim("KVSlimmer beats StreamingLLM at the same budget", "kvslimmer", "streaming-llm"),
+    ),
+    "plugin": (
+        Claim("merge and bias help on SelKV's own kept set", "selkv", "selkv/evict"),
+        Claim("merge and bias help on SnapKV's kept set", "selkv/on-snapkv", "snapkv"),
+    ),
+    "gate": (
+        Claim("merging everything hurts: evicting is better", "selkv/evict", "selkv/merge-all"),
+        Claim("the gate repairs merging", "selkv/gate", "selkv/merge-all"),
+        Claim("without a bias even gated merging loses: evicting is better", "selkv/evict", "selkv/gate"),
+        Claim("gate and bias together beat evicting", "selkv", "selkv/evict"),
+    ),
+    "bias": (
+        Claim("the ratio bias improves gated merging", "selkv", "selkv/gate"),
+        Claim("raw counts hurt: no bias is better", "selkv/gate", "selkv/gate+count"),
+        Claim("the ratio bias beats counting", "selkv", "selkv/gate+count"),
+        Claim("half of log R beats the whole of it", "selkv", "selkv/alpha-1"),
+    ),
+}
+
+
+def judge(
+    frame: pd.DataFrame, name: str, metrics: Sequence[str] = ("score", "kl"), *, n_boot: int = 10_000, seed: int = 0
+) -> pd.DataFrame:
+    """Hold claims against the records.
+
+    Parameters
+    ----------
+    frame
+        Records at one retention.
+    name
+        A key of ``CLAIMS``.
+    metrics
+        Each claim is judged by each; the papers report scores.
+
+    Returns
+    -------
+    DataFrame
+        ``claim, metric, arm, baseline, diff, low, high, n, se, detectable, verdict, published``; diff is arm minus
+        baseline, published the papers' own differences in score ("" where there are none).
+    """
+    rows = []
+    for claim in CLAIMS[name]:
+        table = stats.compare(frame, metrics, [claim.arm], claim.baseline, n_boot=n_boot, seed=seed)
+        table.insert(0, "claim", claim.text)
+        table["verdict"] = [_verdict(row) for _, row in table.iterrows()]
+        table["published"] = [_published(claim) if metric == "score" else "" for metric in table["metric"]]
+        rows.append(table)
+    return pd.concat(rows, ignore_index=True)
+
+
+def sentences(judged: pd.DataFrame) -> str:
+    """One Markdown bullet a claim: its verdict by each metric, with the difference and its interval."""
+    lines = []
+    for claim, rows in judged.groupby("claim", sort=False):
+        parts = [f"{_name(row['metric'])} {_difference(row)}: **{row['verdict']}**{_missed(row)}" for _, row in rows.iterrows()]
+        first = rows.iloc[0]
+        pair = f"{plots.look(first['arm']).label} minus {plots.look(first['baseline']).label}"
+        told = next((row["published"] for _, row in rows.iterrows() if row["published"]), "")
+        beside = f" The papers' own difference in score: {told}." if told else ""
+        lines.append(f"- *{claim}* ({pair}, n = {first['n']}). " + "; ".join(parts) + "." + beside)
+    return "\n".join(lines)
+
+
+def differences(comparison: pd.DataFrame) -> pd.DataFrame:
+    """A comparison for reading: a row an arm, and for each metric the difference, its interval and what could be missed."""
+    columns = {}
+    for metric, rows in comparison.groupby("metric", sort=False):
+        name = f"{_name(metric)}, {plots.METRICS[str(metric)].unit}"
+        by_arm = rows.set_index("arm")
+        columns[name, "difference [95 %]"] = by_arm.apply(_difference, axis=1)
+        columns[name, "detectable"] = by_arm.apply(lambda row: f"{row['detectable']:.{_digits(row)}f}", axis=1)
+    table = pd.DataFrame(columns)
+    table.index = pd.Index([plots.look(arm).label for arm in table.index], name=_against(comparison))
+    return table
+
+
+def mechanics(frame: pd.DataFrame, arms: Sequence[str]) -> pd.DataFrame:
+    """What the merge did, from the diagnostics: means over samples (and, within a sample, over layers)."""
+    names = {
+        "diag.union_size": "union before the trim, tokens",
+        "diag.share_routed": "evicted tokens with a target",
+        "diag.mean_gate": "mean gate of those",
+        "diag.log_ratio_mean": "log R, mean",
+        "diag.log_ratio_p90": "log R, 90 %",
+        "diag.log_ratio_max": "log R, largest",
+    }
+    there = [name for name in names if name in frame]
+    table = frame[frame["arm"].isin(arms)].groupby("arm")[there].mean().reindex(arms).rename(columns=names)
+    table.index = pd.Index([plots.look(arm).label for arm in arms], name="arm")
+    return table
+
+
+def headroom(frame: pd.DataFrame, low: float = 10) -> str:
+    """What the full cache scores, and where it scores so little that compression has nothing to lose."""
+    scores = results.by_category(frame, "score").droplevel("retain").loc["full"]
+    categories = scores.drop("average")
+    weak = [name for name, score in categories.items() if score < low]
+    where = f"below {low:g} in {', '.join(weak)}, where there is little to lose" if weak else f"at least {low:g} everywhere"
+    return f"With its full cache the model scores {scores['average']:.1f} of 100 on average, and {where}."
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """Every number with the digits that it deserves, as text: scores one, measures three, shares in percent."""
+    return pd.DataFrame({column: [_cell(column, x) for x in table[column]] for column in table}, index=table.index)
+
+
+def _cell(column: object, x: object) -> str:
+    if isinstance(x, str):
+        return x
+    if not isinstance(x, int | float) or pd.isna(x):
+        return "–" if pd.isna(x) else str(x)  # type: ignore[call-overload]
+    name = str(column)
+    if name in (*CATEGORIES, "average", "score", "here"):
+        return f"{x:.1f}"
+    if name in ("nll", "kl", "agree"):
+        return f"{x:.3f}"
+    if name.startswith(("retain", "kept_", "share", "evicted tokens with", "below a")):
+        return f"{x:.0%}" if name == "retain" else f"{x:.1%}"
+    return f"{x:,.3g}" if isinstance(x, float) and abs(x) < 1000 else f"{x:,.0f}"
+
+
+def _verdict(row: pd.Series) -> str:
+    if pd.isna(row["low"]):
+        return "no interval (a task has one sample)"
+    sign = 1 if plots.METRICS[row["metric"]].better == "right" else -1
+    low, high = sorted((sign * row["low"], sign * row["high"]))
+    return "supported" if low > 0 else "contradicted" if high < 0 else "inconclusive"
+
+
+def _missed(row: pd.Series) -> str:
+    if row["verdict"] != "inconclusive":
+        return ""
+    return f" (a true difference below {row['detectable']:.{_digits(row)}f} could be missed)"
+
+
+def _difference(row: pd.Series) -> str:
+    form = f"+.{_digits(row)}f"
+    diff, low, high = (format(row[name], form).replace("-", "−") for name in ("diff", "low", "high"))
+    return diff if pd.isna(row["low"]) else f"{diff} [{low}, {high}]"
+
+
+def _digits(row: pd.Series) -> int:
+    return plots.METRICS[row["metric"]].digits + 1
+
+
+def _name(metric: object) -> str:
+    return {"kl": "KL", "nll": "NLL"}.get(str(metric), str(metric))
+
+
+def _against(comparison: pd.DataFrame) -> str:
+    baselines = comparison["baseline"].unique()
+    return f"minus {plots.look(baselines[0]).label}" if len(baselines) == 1 else "minus its own eviction"
+
+
+def _published(claim: Claim) -> str:
+    """The papers' differences in average score, arm minus baseline, wherever both were published side by side."""
+    table = published.load()
+    table = table[(table["metric"] == "average") & table["method"].isin(list(published.ARM_OF))]
+    table = table.assign(arm=table["method"].map(published.ARM_OF))
+    found = []
+    for _, rows in table.groupby(["model", "benchmark", "setting"], sort=False):
+        value = dict(zip(rows["arm"], rows["value"], strict=True))
+        if claim.arm in value and claim.baseline in value:
+            found.append(f"{value[claim.arm] - value[claim.baseline]:+.2f}".replace("-", "−"))
+    return ", ".join(found)
