@@ -79,7 +79,12 @@ SAG = {
     "compensated": ("#D55E00", "-", 1.4, "after merging, with bias"),
 }
 SHADE = "#E3E3E3"
-KINDS = {"key": ("#0072B2", "o", "keys"), "value": ("#D55E00", "s", "values")}
+KINDS = {
+    "key": ("#0072B2", "o", "-", "keys, adjacent"),
+    "key-apart": ("#0072B2", "", ":", "keys, far apart"),
+    "value": ("#D55E00", "s", "-", "values, adjacent"),
+    "value-apart": ("#D55E00", "", ":", "values, far apart"),
+}
 
 
 class Metric(NamedTuple):
@@ -424,11 +429,15 @@ def adjacent_similarity(
 ) -> Figure:
     """Cosine of adjacent keys and of adjacent values, layer by layer.
 
+    Keys that all share a large common part are alike whether adjacent or not: what neighbours add is the distance
+    to the dotted line, tokens far apart.
+
     Parameters
     ----------
     cosines
-        ``layer`` (int), ``kind`` (key, value), ``cosine`` (-1 to 1); several rows a layer and kind (heads,
-        samples) become a line through their mean and a band over their middle 80 %.
+        ``layer`` (int), ``kind`` (key, value, and key-apart, value-apart for comparison), ``cosine`` (-1 to 1);
+        several rows a layer and kind (pairs, heads) become a line through their mean; adjacent ones a band over
+        their middle 80 %, too.
     title
         The figure's title.
     """
@@ -437,14 +446,19 @@ def adjacent_similarity(
         mean="mean", low=lambda x: x.quantile(0.1), high=lambda x: x.quantile(0.9), n="count"
     ).reset_index()
     figure, axes = _figure((8, 4), title)
-    for kind, (color, marker, label) in KINDS.items():
+    for kind, (color, marker, dash, label) in KINDS.items():
         rows = table[table["kind"] == kind]
-        axes[0].plot(rows["layer"], rows["mean"], color=color, marker=marker, ms=5, label=label)
-        axes[0].fill_between(rows["layer"], rows["low"], rows["high"], color=color, alpha=0.18, lw=0)
+        if len(rows):
+            axes[0].plot(
+                rows["layer"], rows["mean"], color=color, marker=marker, linestyle=dash, ms=5, label=label
+            )
+        if not kind.endswith("apart"):
+            axes[0].fill_between(rows["layer"], rows["low"], rows["high"], color=color, alpha=0.18, lw=0)
     axes[0].axhline(0, color="black", lw=1)
-    axes[0].set(xlabel="layer", ylabel="cosine of tokens i and i + 1")
+    axes[0].set(xlabel="layer", ylabel="cosine of two tokens")
     axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes[0].legend(title="line: mean, band: middle 80 %", loc="best")
+    figure.legend(loc="outside lower center", ncols=len(KINDS))
+    _subtitle(axes[0], "line: mean over pairs and heads; band: their middle 80 %")
     figure.data = table
     return figure
 

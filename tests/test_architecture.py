@@ -24,7 +24,8 @@ LEVELS = [
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-EXCEPTIONS = {("models", "hf")}  # inside load(): loading a model registers the attention function
+# Both inside a function: loading a model registers the attention function; the conversion borrows `quiet`.
+EXCEPTIONS = {("models", "hf"), ("embedded", "models")}
 
 
 def room(path: Path) -> str:
