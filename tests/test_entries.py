@@ -19,8 +19,10 @@ from kvrepro.rope import Rope
 
 SCALING = 0.35
 FEW = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-METHODS = ("streaming-llm", "streaming-llm/reindexed", "snapkv", "selkv", "selkv/evict", "selkv/merge-all", "selkv/gate+count",
-           "selkv/reposition", "kvslimmer", "kvslimmer/ratio", "kvslimmer/mean", "kvslimmer/drop-lighter")  # fmt: skip
+METHODS = (
+    "streaming-llm", "streaming-llm/reindexed", "snapkv", "selkv", "selkv/evict", "selkv/merge-all", "selkv/gate+count",
+    "selkv/reposition", "kvslimmer", "kvslimmer/ratio", "kvslimmer/mean", "kvslimmer/drop-lighter",
+)  # fmt: skip
 
 
 def tables(positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

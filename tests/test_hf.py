@@ -36,9 +36,13 @@ GLOBAL = [name for name in ARCHITECTURES if name != "mistral"]  # the tiny Mistr
 
 
 @pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
+def _one_thread_and_no_grad() -> Iterator[None]:
+    """Models this small only lose by sharing their work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.no_grad():
         yield
+    torch.set_num_threads(threads)
 
 
 @functools.cache
@@ -114,8 +118,9 @@ def far(a: Tensor, b: Tensor) -> float:
 
 def passing(n: int) -> list[tuple[str, dict[str, Any]]]:
     """Caches under which a prompt of n < 32 tokens passes through: full, full budgets, and shorter than the window."""
-    everything = [(name, {"retain": 1.0}) for name in METHODS if name != "full-folded"]
-    ample = [(name, {"budget": n + 3}) for name in METHODS if name != "full-folded"]
+    names = ("streaming-llm", "snapkv", "selkv", "kvslimmer")
+    everything = [(name, {"retain": 1.0}) for name in names]
+    ample = [(name, {"budget": n + 3}) for name in names]
     return [("full", {}), ("full", {"retain": 0.1}), *everything, *ample, ("snapkv", {"retain": 0.25}),
             ("selkv", {"retain": 0.25}), ("snapkv", {"budget": 1})]  # fmt: skip
 
@@ -135,12 +140,11 @@ def test_untouched_prompts_are_bit_identical(
         assert all(line["untouched"] for line in cache.report())
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-def test_bit_identical_over_more_than_a_block_of_new_tokens(architecture: str) -> None:
+def test_bit_identical_over_more_than_a_block_of_new_tokens() -> None:
     batch = tokens(20, 40)
-    expected = generate(stock_of(architecture, torch.float32), batch, new=270)
-    cache = make_cache(model_of(architecture, torch.float32), "full")
-    found = generate(model_of(architecture, torch.float32), batch, cache, new=270)
+    expected = generate(stock_of("qwen3", torch.float32), batch, new=270)
+    cache = make_cache(model_of("qwen3", torch.float32), "full")
+    found = generate(model_of("qwen3", torch.float32), batch, cache, new=270)
     assert torch.equal(found[1], expected[1])
     rows = cache.compressed_layers()[0].rows
     assert rows is not None and rows.keys.shape[2] == 2 * BLOCK
@@ -193,8 +197,10 @@ def test_one_shot_compression_does_not_change_the_prefill(architecture: str, dty
 # --- Padding
 
 
-PADDED = [*(("llama", name) for name in METHODS), *((arch, name) for arch in ("llama-mha", "qwen3", "phi3", "gemma2", "gemma3")
-                                                    for name in ("selkv", "kvslimmer"))]  # fmt: skip
+PADDED = [("llama", name) for name in METHODS]
+PADDED += [
+    (arch, name) for arch in GLOBAL if arch not in ("llama", "qwen2") for name in ("selkv", "kvslimmer")
+]
 
 
 @pytest.mark.parametrize("retain", [0.5, 0.25])
@@ -417,7 +423,7 @@ def test_generated_tokens_go_on_at_their_logical_positions(architecture: str, na
         hook.remove()
         recorded.append([p for p in places if len(p) == 2])  # our RoPE's own look-ups have one row
     assert recorded[0] == recorded[1]
-    assert recorded[0][-1] == ([[69], [48]] if architecture != "gemma3" else recorded[1][-1])
+    assert recorded[0][-1] == [[69], [48]]
 
 
 # --- Every prompt is compressed, and reported
@@ -452,17 +458,19 @@ ITEMS = {torch.float64: (8, 8), torch.float32: (4, 4), torch.bfloat16: (2, 4)}  
 
 @pytest.mark.parametrize("dtype", ITEMS)
 @pytest.mark.parametrize(("name", "bias_heads"), [
-    ("full", 0), ("full-folded", 0), ("streaming-llm", 0), ("snapkv", 0), ("selkv/evict", 0), ("selkv", 1), ("kvslimmer", 2),
+    ("full", 0), ("full-folded", 0), ("streaming-llm", 0), ("snapkv", 0), ("selkv", 1), ("kvslimmer", 2),
 ])  # fmt: skip
 def test_report_counts_tokens_entries_and_bytes(name: str, bias_heads: int, dtype: torch.dtype) -> None:
     model, item = model_of("llama", dtype), ITEMS[dtype]
     for n, new in ((60, 0), (60, 9), (300, 0), (300, 230)):
         cache = make_cache(model, name, retain=0.5)
         prompt = tokens(n)
-        if new:
-            generate(model, prompt, cache, new=new + 1)
+        if new == 9:
+            generate(model, prompt, cache, new=new + 1)  # the last token is not fed
         else:
             forward(model, prompt, cache)
+        if new == 230:  # across a block
+            forward(model, followed(prompt, tokens(new, seed=1)), cache)
         m = n if name.startswith("full") else n // 2
         lines = cache.report()
         assert [line["layer"] for line in lines] == [0, 1, 2]
@@ -520,7 +528,7 @@ def test_padding_is_counted_nowhere(name: str, lengths: tuple[int, int]) -> None
 
 
 def test_kv_heads_are_never_repeated_and_full_keys_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt, update = tokens(200), CompressedLayer.update
+    prompt, update = tokens(120), CompressedLayer.update
     for name in METHODS[1:]:
         full: list[weakref.ref[Tensor]] = []
 
@@ -537,7 +545,7 @@ def test_kv_heads_are_never_repeated_and_full_keys_are_freed(monkeypatch: pytest
             entries = layer.prompt[0].entries
             assert entries is not None
             for tensor in (entries.keys, entries.values):  # no view of something larger
-                assert tensor.untyped_storage().nbytes() == 2 * 50 * 8 * 8
+                assert tensor.untyped_storage().nbytes() == 2 * 30 * 8 * 8
         forward(model_of("llama"), followed(prompt, tokens(1)), cache)
         for layer in cache.compressed_layers():
             assert (
@@ -637,8 +645,10 @@ def test_a_model_of_sliding_layers_only_warns_that_nothing_is_compressed() -> No
 # --- Several arms on one prefill
 
 
-ARMS = [Arm(make("snapkv"), Budget(0.5)), Arm(make("selkv"), Budget(0.25)), Arm(make("full-folded"), Budget(1.0)),
-        Arm(make("full"), Budget(1.0)), Arm(make("selkv/evict"), Budget(entries=9)), Arm(make("selkv/gate"), Budget(0.25))]  # fmt: skip
+ARMS = [
+    Arm(make("snapkv"), Budget(0.5)), Arm(make("selkv"), Budget(0.25)), Arm(make("full-folded"), Budget(1.0)),
+    Arm(make("full"), Budget(1.0)), Arm(make("selkv/evict"), Budget(entries=9)), Arm(make("selkv/gate"), Budget(0.25)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("looked", [False, True])
@@ -770,11 +780,11 @@ def test_a_copied_cache_is_a_cache_of_its_own() -> None:
 
 
 def test_an_unsupported_architecture_is_refused_by_name() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
     for config in (
-        transformers.GPTNeoXConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=97),
-        transformers.OPTConfig(hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=97,
-                               word_embed_proj_dim=32),
-    ):  # fmt: skip
+        transformers.GPTNeoXConfig(**sizes, intermediate_size=64),
+        transformers.OPTConfig(**sizes, ffn_dim=64, word_embed_proj_dim=32),
+    ):
         model = transformers.AutoModelForCausalLM.from_config(config)
         with pytest.raises(UserError, match=config.model_type) as caught:
             make_cache(model, "selkv", retain=0.25)
@@ -937,13 +947,13 @@ def test_nothing_is_left_on_the_model(architecture: str) -> None:
 
 def test_the_transformers_version_is_the_one_hf_was_written_against() -> None:
     assert transformers.__version__ == hf.VERSION, (
-        f"kvrepro/hf.py was written against transformers {hf.VERSION}, installed is {transformers.__version__}. Before "
-        "changing hf.VERSION re-read in the new source: (1) that attention layers call cache.update(k, v, layer_idx, "
-        "kwargs=kwargs) and hand the same dict to the attention function, with scaling, position_ids and softcap; (2) "
-        "Cache and DynamicLayer: get_mask_sizes, get_seq_length, reset, crop and new methods that would be inherited; (3) "
-        "sdpa_mask: boolean, True where a token is seen, None where none is needed; (4) GenerationMixin._prefill and its "
-        "generation_config (prefill_chunk_size), assisted decoding and beams; (5) Gemma 2's eager attention; (6) rotary_emb "
-        "with layer_type. Then run this file."
+        f"kvrepro/hf.py was written against transformers {hf.VERSION}, installed is {transformers.__version__}. "
+        "Before changing hf.VERSION re-read in the new source: (1) that attention layers call cache.update(k, v, "
+        "layer_idx, kwargs=kwargs) and hand the same dict to the attention function, with scaling, position_ids and "
+        "softcap; (2) Cache and DynamicLayer: get_mask_sizes, get_seq_length, reset, crop and new methods that would be "
+        "inherited; (3) sdpa_mask: boolean, True where a token is seen, None where none is needed; (4) "
+        "GenerationMixin._prefill and its generation_config (prefill_chunk_size), assisted decoding and beams; (5) "
+        "Gemma 2's eager attention; (6) rotary_emb with layer_type. Then run this file."
     )
 
 

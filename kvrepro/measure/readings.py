@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import pandas as pd
 
 from .. import plots, published, results, stats
+from ..explain import explain
 from ..tasks.base import CATEGORIES
 
 
 @dataclass(frozen=True)
 class Claim:
-    """That ``arm`` is better than ``baseline``, in a paper's words or as its choice of a default implies."""
+    """That ``arm`` is better than ``baseline``: a paper says so, or its choice of a default implies it."""
 
     text: str
     arm: str
@@ -50,7 +51,12 @@ CLAIMS = {
 
 
 def judge(
-    frame: pd.DataFrame, name: str, metrics: Sequence[str] = ("score", "kl"), *, n_boot: int = 10_000, seed: int = 0
+    frame: pd.DataFrame,
+    name: str,
+    metrics: Sequence[str] = ("score", "kl"),
+    *,
+    n_boot: int = 10_000,
+    seed: int = 0,
 ) -> pd.DataFrame:
     """Hold claims against the records.
 
@@ -83,7 +89,10 @@ def sentences(judged: pd.DataFrame) -> str:
     """One Markdown bullet a claim: its verdict by each metric, with the difference and its interval."""
     lines = []
     for claim, rows in judged.groupby("claim", sort=False):
-        parts = [f"{_name(row['metric'])} {_difference(row)}: **{row['verdict']}**{_missed(row)}" for _, row in rows.iterrows()]
+        parts = [
+            f"{_name(row['metric'])} {_difference(row)}: **{row['verdict']}**{_missed(row)}"
+            for _, row in rows.iterrows()
+        ]
         first = rows.iloc[0]
         pair = f"{plots.look(first['arm']).label} minus {plots.look(first['baseline']).label}"
         told = next((row["published"] for _, row in rows.iterrows() if row["published"]), "")
@@ -97,26 +106,26 @@ def differences(comparison: pd.DataFrame) -> pd.DataFrame:
     columns = {}
     for metric, rows in comparison.groupby("metric", sort=False):
         name = f"{_name(metric)}, {plots.METRICS[str(metric)].unit}"
-        by_arm = rows.set_index("arm")
-        columns[name, "difference [95 %]"] = by_arm.apply(_difference, axis=1)
-        columns[name, "detectable"] = by_arm.apply(lambda row: f"{row['detectable']:.{_digits(row)}f}", axis=1)
+        rows = rows.set_index("arm")
+        columns[name, "difference [95 %]"] = rows.apply(_difference, axis=1)
+        columns[name, "detectable"] = rows.apply(_detectable, axis=1)
     table = pd.DataFrame(columns)
-    table.index = pd.Index([plots.look(arm).label for arm in table.index], name=_against(comparison))
+    table.index = pd.Index([plots.look(str(arm)).label for arm in table.index], name=_against(comparison))
     return table
 
 
 def mechanics(frame: pd.DataFrame, arms: Sequence[str]) -> pd.DataFrame:
     """What the merge did, from the diagnostics: means over samples (and, within a sample, over layers)."""
     names = {
-        "diag.union_size": "union before the trim, tokens",
-        "diag.share_routed": "evicted tokens with a target",
+        "diag.union_size": "union before the trim",
+        "diag.share_routed": "share of evicted tokens with a target",
         "diag.mean_gate": "mean gate of those",
         "diag.log_ratio_mean": "log R, mean",
         "diag.log_ratio_p90": "log R, 90 %",
         "diag.log_ratio_max": "log R, largest",
     }
     there = [name for name in names if name in frame]
-    table = frame[frame["arm"].isin(arms)].groupby("arm")[there].mean().reindex(arms).rename(columns=names)
+    table = frame[frame["arm"].isin(arms)].groupby("arm")[there].mean().reindex(list(arms)).rename(columns=names)
     table.index = pd.Index([plots.look(arm).label for arm in arms], name="arm")
     return table
 
@@ -125,14 +134,32 @@ def headroom(frame: pd.DataFrame, low: float = 10) -> str:
     """What the full cache scores, and where it scores so little that compression has nothing to lose."""
     scores = results.by_category(frame, "score").droplevel("retain").loc["full"]
     categories = scores.drop("average")
-    weak = [name for name, score in categories.items() if score < low]
-    where = f"below {low:g} in {', '.join(weak)}, where there is little to lose" if weak else f"at least {low:g} everywhere"
+    weak = [str(name) for name, score in categories.items() if score < low]
+    where = (
+        f"below {low:g} in {', '.join(weak)}, where there is little to lose"
+        if weak
+        else f"at least {low:g} everywhere"
+    )
     return f"With its full cache the model scores {scores['average']:.1f} of 100 on average, and {where}."
+
+
+def settings(method: str) -> pd.DataFrame:
+    """A method's settings: default, meaning, and whether the paper says so or we chose."""
+    table = pd.DataFrame(explain(method)["settings"]).set_index("name").rename_axis("setting")
+    return table[["default", "meaning", "source"]].astype(str)
+
+
+def published_averages(arms: Sequence[str]) -> pd.DataFrame:
+    """The papers' LongBench averages of some arms: a row an arm, a column a model and setting that has at least two."""
+    empty = pd.DataFrame({"average": float("nan")}, index=pd.Index(arms, name="arm"))
+    return published.beside(empty).drop(columns="here").dropna(how="all")
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
     """Every number with the digits that it deserves, as text: scores one, measures three, shares in percent."""
-    return pd.DataFrame({column: [_cell(column, x) for x in table[column]] for column in table}, index=table.index)
+    return pd.DataFrame(
+        {column: [_cell(column, x) for x in table[column]] for column in table}, index=table.index
+    )
 
 
 def _cell(column: object, x: object) -> str:
@@ -141,13 +168,15 @@ def _cell(column: object, x: object) -> str:
     if not isinstance(x, int | float) or pd.isna(x):
         return "–" if pd.isna(x) else str(x)  # type: ignore[call-overload]
     name = str(column)
-    if name in (*CATEGORIES, "average", "score", "here"):
+    if name in (*CATEGORIES, "average", "score"):
         return f"{x:.1f}"
+    if name == "here" or " (" in name:  # beside the papers' averages, which have two digits
+        return f"{x:.2f}"
     if name in ("nll", "kl", "agree"):
         return f"{x:.3f}"
-    if name.startswith(("retain", "kept_", "share", "evicted tokens with", "below a")):
+    if name.startswith(("retain", "kept_", "share", "below a")):
         return f"{x:.0%}" if name == "retain" else f"{x:.1%}"
-    return f"{x:,.3g}" if isinstance(x, float) and abs(x) < 1000 else f"{x:,.0f}"
+    return f"{x:.3g}" if isinstance(x, float) and abs(x) < 1000 else f"{x:,.0f}"
 
 
 def _verdict(row: pd.Series) -> str:
@@ -161,13 +190,17 @@ def _verdict(row: pd.Series) -> str:
 def _missed(row: pd.Series) -> str:
     if row["verdict"] != "inconclusive":
         return ""
-    return f" (a true difference below {row['detectable']:.{_digits(row)}f} could be missed)"
+    return f" (a true difference below {_detectable(row)} could be missed)"
 
 
 def _difference(row: pd.Series) -> str:
     form = f"+.{_digits(row)}f"
     diff, low, high = (format(row[name], form).replace("-", "−") for name in ("diff", "low", "high"))
     return diff if pd.isna(row["low"]) else f"{diff} [{low}, {high}]"
+
+
+def _detectable(row: pd.Series) -> str:
+    return "–" if pd.isna(row["detectable"]) else f"{row['detectable']:.{_digits(row)}f}"
 
 
 def _digits(row: pd.Series) -> int:

@@ -99,7 +99,7 @@ class Layer:
 
     def states(self, retain: float) -> pd.DataFrame:
         """What became of every token in every KV head, for ``plots.entries_map``."""
-        kept, routes, gates = self._routed(retain)
+        _, routes, gates = self._routed(retain)
         merged, evicted = gates > 0, routes.evicted
         frames = []
         for head in range(self.entries.kv_heads):
@@ -160,7 +160,8 @@ class Layer:
         index = kept.index.expand(self.entries.kv_heads, -1)
         old = gather(at_least_float32(self.entries.values), index)  # [Hkv, m, D]
         change = (at_least_float32(biased.values) - old).norm(dim=-1) / old.norm(dim=-1)
-        arrived = torch.zeros_like(gates).scatter_add(1, routes.target.clamp_min(0), (gates > 0).to(gates.dtype))
+        came = (gates > 0).to(gates.dtype)
+        arrived = torch.zeros_like(gates).scatter_add(1, routes.target.clamp_min(0), came)
         arrived = arrived.gather(1, index).long()  # [Hkv, m]
         where = biased.positions[0, order].tolist()
         table = pd.DataFrame(
@@ -176,7 +177,7 @@ class Layer:
         return table.set_index("position")
 
     def attention(self, retain: float) -> pd.DataFrame:
-        """Attention of the answer's queries along the prompt at each stage, for ``plots.sag``: a mean over heads and queries."""
+        """Attention of the answer's queries along the prompt at each stage, for ``plots.sag``."""
         return self._along(self._stages(retain))
 
     def losses(self, retain: float, bucket: int = 32) -> pd.DataFrame:
@@ -202,7 +203,9 @@ class Layer:
             mass = weights.mean((1, 2))[:, :n] / len(weights)  # [Hkv, m]
             along = mass.new_zeros(len(self.entries))
             along.scatter_add_(0, entries.positions[:, :n].expand_as(mass).flatten(), mass.flatten())
-            frames.append(pd.DataFrame({"position": range(len(along)), "variant": stage, "mass": along.tolist()}))
+            frames.append(
+                pd.DataFrame({"position": range(len(along)), "variant": stage, "mass": along.tolist()})
+            )
         return pd.concat(frames, ignore_index=True)
 
     def budget(self, retain: float) -> int:
@@ -250,6 +253,35 @@ class Walk:
     def losses(self, retain: float) -> pd.DataFrame:
         """:meth:`Layer.losses`, mean over the layers."""
         return pd.concat([layer.losses(retain) for layer in self.layers]).groupby("stage", sort=False).mean()
+
+    def reading(self, index: int, retain: float) -> str:
+        """What happened in layer ``index``, in two sentences."""
+        fates = self.layer(index).fates(retain)
+        evicted, routed, merged = (
+            int(fates[names].to_numpy().sum())
+            for names in (["evicted"], ["target, but gate 0", "merged"], ["merged"])
+        )
+        here, everywhere = self.layer(index).losses(retain), self.losses(retain)
+
+        def moved(table: pd.DataFrame, column: str) -> str:
+            before, after = table[column].loc[["evicted", "compensated"]]
+            return f"{before:.3f} to {after:.3f}"
+
+        wrong, error = "mass in the wrong bucket", "error of the output"
+        return (
+            f"In layer {index}, {routed / evicted:.0%} of the evicted tokens find a target in their bucket and "
+            f"{merged / evicted:.0%} pass the gate. From eviction to the compensated merge, the attention mass in the "
+            f"wrong bucket goes from {moved(here, wrong)} (mean of all layers: {moved(everywhere, wrong)}) and the "
+            f"relative error of the output from {moved(here, error)} ({moved(everywhere, error)})."
+        )
+
+    def alike(self) -> str:
+        """How alike neighbours are, in a sentence."""
+        mean = self.adjacent().groupby("kind")["cosine"].mean()
+        return (
+            f"Averaged over layers, the cosine of adjacent keys is {mean['key']:.2f}, of keys {APART} tokens apart "
+            f"{mean['key-apart']:.2f}; of adjacent values {mean['value']:.2f}, of values far apart {mean['value-apart']:.2f}."
+        )
 
     def adjacent(self) -> pd.DataFrame:
         """Cosines of adjacent keys (before RoPE) and values, and of tokens far apart, for ``plots.adjacent_similarity``."""
@@ -379,6 +411,18 @@ class Slimmed:
             "nan"
         )  # that column is about weights
         return table.rename_axis(f"{len(gap):,} pairs")
+
+    def reading(self) -> str:
+        """How far the rules are apart and what the entries stand for, in two sentences."""
+        gaps, sizes = self.gaps(), self.entries["cardinality"]
+        off, mass = gaps.loc["|exact - diagonal|"], gaps.loc["|exact - mass|"]
+        single = (sizes == 1).mean()
+        return (
+            f"Dropping the off-diagonal term moves the weight of a key by {off['median']:.1g} in the median and by less "
+            f"than one bfloat16 step in {off['below a bfloat16 step']:.1%} of the pairs; weighting by attention mass "
+            f"instead moves it by {mass['median']:.1g}. At the end {single:.0%} of the entries stand for one token, the "
+            f"largest for {sizes.max():.0f}, and the cardinalities sum to {sizes.sum():,.0f}."
+        )
 
     def examples(self, tokens: list[str], layer: int, rows: int = 8) -> pd.DataFrame:
         """The merges of one layer's head 0 where exact and mass differ most, with the tokens' text."""
