@@ -16,6 +16,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
+# waiting threads sleep instead of spinning: small models run far faster so on a machine that is not idle
+export OMP_WAIT_POLICY ?= PASSIVE
+
 BIN := .venv/bin
 STAMP := .venv/.installed
 OUT := results/$(PROFILE)

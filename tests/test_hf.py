@@ -694,6 +694,36 @@ def test_the_full_arm_of_a_shared_prefill_is_bit_identical() -> None:
     assert torch.equal(forward(model, turn, full), forward(stock, turn, plain))
 
 
+def test_an_arm_can_be_taken_apart_again() -> None:
+    """split() neither empties the shared cache nor ties the parts to each other."""
+    model, prompt, turns = (
+        model_of("gemma3"),
+        tokens(60),
+        [followed(tokens(60), tokens(4, seed=s)) for s in (1, 2)],
+    )
+    shared = KVCache(model, ARMS[:2])
+    forward(model, prompt, shared)
+    parts = shared.split([1], [0, 1])
+    found = [forward(model, turns[0], parts[0])[0], forward(model, repeated(turns[1], 2), parts[1])[1]]
+    found.append(forward(model, turns[1], shared.split([1])[0])[0])
+    for turn, logits in zip((turns[0], turns[1], turns[1]), found, strict=True):
+        alone = KVCache(model, ARMS[1:2])
+        forward(model, prompt, alone)
+        assert far(forward(model, turn, alone)[0], logits) < 1e-10
+
+
+def test_joined_full_caches_go_on_with_the_stock_kernel() -> None:
+    caches = [make_cache(model_of("llama"), "full") for _ in range(2)]
+    for cache in caches:
+        forward(model_of("llama"), tokens(60), cache)
+    joined, stock = KVCache.join(caches), DynamicCache()
+    turns = [repeated(tokens(60), 2), tokens(4, 4, seed=1)]
+    forward(stock_of("llama"), turns[0], stock)
+    found = forward(model_of("llama"), followed(*turns), joined)
+    assert all(layer.stock for layer in joined.compressed_layers())
+    assert far(found, forward(stock_of("llama"), followed(*turns), stock)) < 1e-10
+
+
 @pytest.mark.parametrize("looked", [False, True])
 def test_joined_caches_decode_as_each_alone(looked: bool) -> None:
     """Chunked arms prefill alone and then decode as rows of one batch."""
