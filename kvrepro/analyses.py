@@ -79,7 +79,7 @@ FIGURES: dict[str, Callable[[pd.DataFrame], plots.Figure]] = {
     "gate_ablation": _ablation("gate_ablation"),
     "bias_ablation": _ablation("bias_ablation"),
     "plugin": lambda frame: plots.intervals(
-        plugin(frame), title="Does the merge help on other kept sets? Against the same set evicted"
+        plugin(frame), title="Does the merge help? On each kept set, against the same tokens without it"
     ),
 }
 

@@ -105,22 +105,26 @@ class Rows:
     bias : Tensor [R, Hkv or 1, capacity] or None
     length : int
         Slots in use, the same for all rows.
+    held : list of int
+        Entries of each row; missing ones and padding not counted.
     """
 
-    def __init__(self, rows: Sequence[Entries]) -> None:
+    def __init__(self, rows: Sequence[Entries], held: Sequence[int] | None = None) -> None:
+        """Stack ``rows``; ``held`` says how many of a row's entries are tokens, where padding was left in place."""
         longest = max(len(entries) for entries in rows)
         first = rows[0]
         heads, width = first.kv_heads, first.keys.shape[-1]
         capacity = -(-longest // BLOCK) * BLOCK if longest else BLOCK
         self.length = longest
-        self.compressed = longest  # slots that came from compression; later ones are raw tokens
-        self.held = [len(entries) for entries in rows]
+        self.held = [len(entries) for entries in rows] if held is None else list(held)
         self.keys = first.keys.new_zeros(len(rows), heads, capacity, width)
         self.values = first.values.new_zeros(len(rows), heads, capacity, first.values.shape[-1])
         self.bias: Tensor | None = None
-        if any(entries.bias is not None for entries in rows) or len(set(self.held)) > 1:
-            flat = all(entries.bias is None or entries.bias.shape[0] == 1 for entries in rows)
-            self.bias = self._no_bias(1 if flat else heads)
+        self._slots = [len(entries) for entries in rows]
+        # A row stacked with others may carry a bias it does not need, so what its own would cost is kept.
+        self._bias_heads = [0 if entries.bias is None else entries.bias.shape[0] for entries in rows]
+        if any(self._bias_heads) or len(set(self._slots)) > 1:
+            self.bias = self._no_bias(max(1, *self._bias_heads))
         for row, entries in enumerate(rows):
             at = slice(longest - len(entries), longest)
             self.keys[row, :, at] = entries.keys
@@ -130,33 +134,51 @@ class Rows:
                 if entries.bias is not None:
                     self.bias[row, :, at] = entries.bias
 
-    def append(self, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> None:
-        """Append raw tokens: keys, values [R, Hkv, t, D]; ``valid`` [R, t] bool marks padding with False."""
+    def append(self, keys: Tensor, values: Tensor, valid: Tensor | None = None, masked: bool = True) -> None:
+        """Append raw tokens: keys, values [R, Hkv, t, D]; ``valid`` [R, t] bool marks padding with False.
+
+        ``masked`` False: the model's own mask hides the padding, so no bias is needed.
+        """
         new = keys.shape[2]
         self._reserve(new)
         at = slice(self.length, self.length + new)
         self.keys[:, :, at] = keys
         self.values[:, :, at] = values
-        if valid is not None and not valid.all():
+        whole = valid is None or bool(valid.all())
+        counts = [new] * len(self.held) if whole or valid is None else valid.sum(1).tolist()
+        self.held = [held + count for held, count in zip(self.held, counts, strict=True)]
+        if masked and not whole and valid is not None:
             if self.bias is None:
                 self.bias = self._no_bias(1)
             self.bias[:, :, at].masked_fill_(~valid[:, None], -torch.inf)
         self.length += new
 
-    def truncate(self, tokens: int) -> None:
-        """Forget the last ``tokens`` appended tokens; compression cannot be undone."""
-        if tokens > self.length - self.compressed:
-            raise ValueError(
-                f"cannot drop {tokens} tokens; only the {self.length - self.compressed} appended after compression can go"
-            )
-        self.length -= tokens
+    def mark(self) -> tuple[int, list[int], bool]:
+        """The present state, for :meth:`rewind`."""
+        return self.length, list(self.held), self.bias is None
+
+    def rewind(self, mark: tuple[int, list[int], bool]) -> None:
+        """Forget the tokens appended since ``mark``."""
+        self.length, held, unbiased = mark
+        self.held = list(held)
         if self.bias is not None:
             self.bias[:, :, self.length :] = 0
+        if unbiased:  # zeros in its place would switch kernels
+            self.bias = None
 
     def view(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values [R, Hkv, length, D] and bias [R, Hkv or 1, length] or None, without copying."""
         bias = None if self.bias is None else self.bias[:, :, : self.length]
         return self.keys[:, :, : self.length], self.values[:, :, : self.length], bias
+
+    def entries(self, row: int, positions: Tensor) -> Entries:
+        """One row as it was stacked: views, not copies.  Not once tokens were appended, which may be padded."""
+        if self.length > max(self._slots):
+            raise ValueError("tokens were appended to these rows; take them apart before decoding, or rewind")
+        at = slice(self.length - self._slots[row], self.length)
+        heads = self._bias_heads[row]
+        bias = self.bias[row, :heads, at] if self.bias is not None and heads else None
+        return Entries(self.keys[row, :, at], self.values[row, :, at], positions, bias)
 
     def _no_bias(self, heads: int) -> Tensor:
         dtype = torch.promote_types(
@@ -175,11 +197,11 @@ class Rows:
             self.bias = torch.nn.functional.pad(self.bias, (0, more))
 
     def bytes_used(self, row: int) -> int:
-        """Bytes of what one row holds: (held + appended) · (Hkv·2·D·itemsize + bias heads·itemsize of the bias)."""
+        """Bytes of what one row holds: held · (Hkv·2·D·itemsize + its own bias heads·itemsize of the bias)."""
         entry = self.keys.shape[1] * (self.keys.shape[3] + self.values.shape[3]) * self.keys.element_size()
         if self.bias is not None:
-            entry += self.bias.shape[1] * self.bias.element_size()
-        return (self.held[row] + self.length - self.compressed) * entry
+            entry += self._bias_heads[row] * self.bias.element_size()
+        return self.held[row] * entry
 
     def bytes_allocated(self) -> int:
         """Bytes of the buffers, all rows together; spare capacity is less than one block of 256 a row."""

@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -94,7 +94,7 @@ class Row:
     """One row of a layer after prefill: a sample under an arm."""
 
     arm: Arm
-    seen: int  # prompt tokens, padding not counted
+    seen: int  # prompt tokens, padding not counted, here and in ``positions``
     m: int
     untouched: bool
     entries: Entries | None  # None once they moved into the layer's ``Rows``
@@ -138,7 +138,19 @@ class CompressedLayer(DynamicLayer):
     def _physical(self) -> int:
         if self.rows is not None:
             return self.rows.length
-        return max((row.positions.shape[1] for row in self.prompt), default=0)
+        return max((len(row.entries) for row in self.prompt if row.entries is not None), default=0)
+
+    def mark(self) -> tuple[int, Any]:
+        """The present state, for :meth:`rewind`."""
+        return self.seen, self._stacked().mark() if self.prompt else None
+
+    def rewind(self, mark: tuple[int, Any]) -> None:
+        """Forget what came after ``mark``; compression itself cannot be undone, so an empty mark empties the layer."""
+        if mark[1] is None:
+            self.reset()
+        else:
+            self.seen = mark[0]
+            self._stacked().rewind(mark[1])
 
     def reset(self) -> None:
         self.prompt, self.rows, self.seen, self.stock = [], None, 0, False
@@ -160,21 +172,30 @@ class CompressedLayer(DynamicLayer):
             return self._prefill(module, query, key, value, mask, **kwargs)
         rows = self._stacked()
         self.seen += new
+        # The model's mask has one shape for all layers; only its last columns, the new tokens', hold for this one.
+        valid = None if mask is None else mask[:, 0, -1, -new:]
         if self.stock:
-            rows.append(key, value)
+            rows.append(key, value, valid, masked=False)
             keys, values, _ = rows.view()
             return stock_attention(module, query, keys, values, mask, **kwargs)
-        # The model's mask has one shape for all layers; only its last columns, the new tokens', hold for this one.
-        rows.append(key, value, None if mask is None else mask[:, 0, -1, -new:])
+        rows.append(key, value, valid)
         out = attend(query, *rows.view(), kwargs["scaling"], kwargs.get("softcap"))
         return out.transpose(1, 2).contiguous(), None
 
     def _stacked(self) -> Rows:
         if self.rows is None:
-            self.rows = Rows([row.entries for row in self.prompt if row.entries is not None])
+            stacked = [row.entries for row in self.prompt if row.entries is not None]
+            self.rows = Rows(stacked, [row.positions.shape[1] for row in self.prompt])
             for row in self.prompt:
                 row.entries = None
         return self.rows
+
+    def unstacked(self) -> list[Row]:
+        """The rows with their entries, also where they were stacked already."""
+        rows = self.rows
+        if rows is None:
+            return [copy.copy(row) for row in self.prompt]
+        return [replace(row, entries=rows.entries(i, row.positions)) for i, row in enumerate(self.prompt)]
 
     def _prefill(
         self,
@@ -188,15 +209,24 @@ class CompressedLayer(DynamicLayer):
         batch, _, length, _ = query.shape
         valid = None if mask is None else mask[:, 0, -1]  # [B, n] bool; the last query sees all but padding
         counts = [length] * batch if valid is None else valid.sum(1).tolist()
+        if len(self.arms) > 1 and batch > 1:
+            raise UserError(
+                "several arms share the prefill of one sample; give a batch one arm, or samples one by one"
+            )
         plan = [(b, arm, arm.budget.resolve(counts[b])) for arm in self.arms for b in range(batch)]
         untouched = [arm.method.untouched(counts[b], m) for b, arm, m in plan]
 
+        places = kwargs.get("position_ids")
+        if places is None:
+            places = torch.arange(length, device=key.device)[None]
+        places = places.expand(batch, -1)
+
         if all(untouched):  # padding stays in place: the model's own mask goes on
             self.stock = True
-            where = torch.arange(length, device=key.device)[None]
-            self.prompt = [
-                Row(arm, counts[b], m, True, Entries(key[b], value[b], where), where) for b, arm, m in plan
-            ]
+            for b, arm, m in plan:
+                seen_at = places[b : b + 1] if valid is None else places[b : b + 1, valid[b]]
+                raw = Entries(key[b], value[b], places[b : b + 1])
+                self.prompt.append(Row(arm, counts[b], m, True, raw, seen_at))
             return stock_attention(module, query, key, value, mask, **kwargs)
 
         chunked = self.arms[0].method.schedule != "one-shot"
@@ -204,10 +234,6 @@ class CompressedLayer(DynamicLayer):
             out, lse = query.new_zeros(batch, length, query.shape[1], value.shape[-1]), None
         else:
             out, lse = self._whole(module, query, key, value, mask, **kwargs)
-        places = kwargs.get("position_ids")
-        if places is None:
-            places = torch.arange(length, device=key.device)[None]
-        places = places.expand(batch, -1)
         seen: list[tuple[Entries, Observed]] = []  # of each sample, shared by its arms
         for b in range(batch):
             own = slice(None) if valid is None else valid[b]
@@ -333,6 +359,7 @@ class KVCache(Cache):
         if config._attn_implementation != IMPLEMENTATION:
             model.set_attn_implementation(IMPLEMENTATION)
         self.arms = tuple(arms)
+        self._config = config
         super().__init__(layers=layers)
 
     def update(
@@ -341,6 +368,11 @@ class KVCache(Cache):
         if "kwargs" not in kwargs:
             raise UserError(
                 "this architecture does not hand its keyword arguments to the cache, so nothing would be compressed"
+            )
+        if layer_idx == 0 and self._config._attn_implementation != IMPLEMENTATION:
+            raise UserError(
+                f"this cache needs kvrepro's attention and the model now runs {self._config._attn_implementation!r}; "
+                'call model.set_attn_implementation("kvrepro") or make the cache again'
             )
         if layer_idx == 0 and self.get_seq_length() == 0:
             _refuse_chunked_generate()
@@ -389,11 +421,9 @@ class KVCache(Cache):
         return joined
 
     def mark(self) -> list[Any]:
-        """The present length, for :meth:`rewind`."""
+        """The present state, for :meth:`rewind`."""
         return [
-            (layer.seen, layer._stacked().length)
-            if isinstance(layer, CompressedLayer)
-            else copy.copy(layer.__dict__)
+            layer.mark() if isinstance(layer, CompressedLayer) else copy.copy(layer.__dict__)
             for layer in self.layers
         ]
 
@@ -401,9 +431,7 @@ class KVCache(Cache):
         """Forget the tokens appended since ``mark``."""
         for layer, state in zip(self.layers, mark, strict=True):
             if isinstance(layer, CompressedLayer):
-                rows = layer._stacked()
-                layer.seen = state[0]
-                rows.truncate(rows.length - state[1])
+                layer.rewind(state)
             else:
                 layer.__dict__.update(state)  # tensors are replaced by appending, never written into
 
@@ -434,14 +462,14 @@ class KVCache(Cache):
     def compression_seconds(self) -> list[float]:
         """Seconds spent in ``compress``, for each row, over all layers."""
         layers = self.compressed_layers()
-        return [sum(layer.prompt[row].seconds for layer in layers) for row in range(len(layers[0].prompt))]
+        rows = len(layers[0].prompt) if layers else 0
+        return [sum(layer.prompt[row].seconds for layer in layers) for row in range(rows)]
 
 
 def _report(layer: CompressedLayer) -> list[dict[str, Any]]:
     if not layer.prompt:
         return []
     rows = layer._stacked()
-    appended = rows.length - rows.compressed
     return [
         {
             "row": index,
@@ -450,8 +478,8 @@ def _report(layer: CompressedLayer) -> list[dict[str, Any]]:
             "budget": row.arm.budget.entries,
             "m": row.m,
             "untouched": row.untouched,
-            "seen": row.seen + appended,
-            "entries": rows.held[index] + appended,
+            "seen": row.seen + rows.held[index] - row.positions.shape[1],
+            "entries": rows.held[index],
             "positions": row.positions,
             "bytes_used": rows.bytes_used(index),
             "bytes_allocated": rows.bytes_allocated() // len(layer.prompt),
@@ -465,7 +493,8 @@ def _rows_of(layer: CacheLayerMixin, group: Sequence[int]) -> CacheLayerMixin:
     """The rows ``group`` of a layer that holds arms; a sliding layer holds the one sample, repeated for them."""
     part = copy.copy(layer)
     if isinstance(layer, CompressedLayer) and isinstance(part, CompressedLayer):
-        part.prompt = [copy.copy(layer.prompt[i]) for i in group]
+        held = layer.unstacked()
+        part.prompt, part.rows = [held[i] for i in group], None
         part.stock = all(row.untouched for row in part.prompt)
     elif layer.is_initialized:
         part.keys, part.values = (x.expand(len(group), -1, -1, -1) for x in (layer.keys, layer.values))
@@ -476,7 +505,7 @@ def _joined(layers: Sequence[CacheLayerMixin]) -> CacheLayerMixin:
     whole = copy.copy(layers[0])
     if isinstance(whole, CompressedLayer):
         parts = [layer for layer in layers if isinstance(layer, CompressedLayer)]
-        whole.prompt = [row for layer in parts for row in layer.prompt]
+        whole.prompt, whole.rows = [row for layer in parts for row in layer.unstacked()], None
         whole.stock = all(layer.stock for layer in parts)
     elif whole.is_initialized:
         whole.keys = torch.cat([layer.keys for layer in layers])

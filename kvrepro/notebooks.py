@@ -59,6 +59,9 @@ def execute(
         No notebook matches, or one failed (its name and last line; the executed file shows where).
     """
     import papermill
+    from traitlets.config import Config
+
+    local = Config(KernelManager={"transport": "ipc"})  # over TCP each kernel warns that it is not encrypted
 
     sources = [path for path in sorted(FOLDER.glob("*.ipynb")) if not only or only in path.name]
     if not sources:
@@ -73,7 +76,13 @@ def execute(
         target = out / source.name
         try:
             papermill.execute_notebook(
-                str(source), str(target), parameters, cwd=str(FOLDER), progress_bar=False, log_output=False
+                str(source),
+                str(target),
+                parameters,
+                cwd=str(FOLDER),
+                progress_bar=False,
+                log_output=False,
+                config=local,
             )
         except papermill.PapermillExecutionError as error:
             raise UserError(

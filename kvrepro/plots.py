@@ -306,9 +306,13 @@ def intervals(
     """
     metrics = list(comparison["metric"].unique())
     arms = list(comparison["arm"].unique())
-    baseline = look(comparison["baseline"].iloc[0]).label
+    baselines = comparison.drop_duplicates("arm").set_index("arm")["baseline"]
+    one = baselines.nunique() == 1
     figure, axes = _figure(
-        (4 + 4 * len(metrics), 2.2 + 0.4 * len(arms)), title, columns=len(metrics), sharey=True
+        (3.4 + 3.1 * len(metrics), 2.2 + (0.4 if one else 0.6) * len(arms)),
+        title,
+        columns=len(metrics),
+        sharey=True,
     )
     for axis, metric in zip(axes, metrics, strict=True):
         label, unit, digits, better = METRICS[metric]
@@ -319,9 +323,18 @@ def intervals(
         _points(axis, rows, "diff")
         _print(axis, rows["diff"], f"+.{digits + 1}f")
         axis.set_xlabel(f"difference in {label}\n({unit}; {better} is better)")
+        axis.xaxis.set_major_locator(MaxNLocator(5))
+        if not np.nan_to_num(rows[["diff", "low", "high"]].to_numpy(dtype=float)).any():
+            axis.set_xlim(-1, 1)  # all samples tie: a scale of its own would be rounding noise
         axis.grid(axis="y", visible=False)
     _arm_axis(axes[0], arms)
-    _subtitle(axes[0], f"each minus \u201c{baseline}\u201d, paired, {_count(comparison['n'])}")
+    if one:
+        against = f"each minus \u201c{look(baselines.iloc[0]).label}\u201d"
+    else:
+        against = "each minus the arm named below it"
+        labels = [f"{look(arm).label}\nminus {look(baselines[arm]).label}" for arm in arms]
+        axes[0].set_yticks(range(len(arms)), labels)
+    _subtitle(axes[0], f"{against}, paired, {_count(comparison['n'])}")
     figure.legend(
         handles=[
             Line2D([], [], color="#555555", marker="o", mec="white", lw=2, label="difference, 95 % interval"),

@@ -132,9 +132,11 @@ def test_rows_hold_what_was_put_in(
         valid = torch.ones(count, new, dtype=torch.bool)
         if padded and new > 1:
             valid[0, : new // 2] = False
-        rows.append(keys, values, valid)
         stays = slice(0, new - min(dropped, new))
-        rows.truncate(min(dropped, new))
+        rows.append(keys[:, :, stays], values[:, :, stays], valid[:, stays])
+        mark = rows.mark()
+        rows.append(keys[:, :, stays.stop :], values[:, :, stays.stop :], valid[:, stays.stop :])
+        rows.rewind(mark)
         for r, (k, v, b) in enumerate(model):
             own = valid[r, stays]
             model[r] = (torch.cat([k, keys[r][:, stays][:, own]], 1), torch.cat([v, values[r][:, stays][:, own]], 1),
@@ -165,20 +167,23 @@ def test_a_bias_is_float32_at_least(dtype: torch.dtype) -> None:
     )
 
 
-def test_truncate_keeps_what_compression_left() -> None:
+def test_rewinding_keeps_what_compression_left() -> None:
     rows = Rows([entries_of(5)])
+    mark = rows.mark()
     rows.append(random(1, 2, 4, 8), random(1, 2, 4, 4))
-    rows.truncate(4)
-    with pytest.raises(ValueError, match="cannot drop 1"):
-        rows.truncate(1)
+    with pytest.raises(ValueError, match="appended"):
+        rows.entries(0, torch.arange(5)[None])
+    rows.rewind(mark)
+    assert (rows.length, rows.held) == (5, [5])
+    assert torch.equal(rows.entries(0, torch.arange(5)[None]).keys, entries_of(5).keys)
 
 
-def test_truncating_restores_the_state_before_a_padded_append() -> None:
+def test_rewinding_restores_the_state_before_a_padded_append() -> None:
     """Also that there was no bias: zeros in its place would switch the kernel and be counted as bytes."""
     rows = Rows([entries_of(5), entries_of(5, seed=4)])
-    before = rows.bytes_used(0)
+    before, mark = rows.bytes_used(0), rows.mark()
     rows.append(random(2, 2, 2, 8), random(2, 2, 2, 4), torch.tensor([[False, True], [True, True]]))
-    rows.truncate(2)
+    rows.rewind(mark)
     assert rows.view()[2] is None and rows.bytes_used(0) == before
 
 

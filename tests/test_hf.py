@@ -6,6 +6,7 @@ The stock twin of a tiny model has the same weights and sdpa (eager for Gemma 2,
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import warnings
@@ -25,6 +26,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kvrepro
 from kvrepro import KVCache, UserError, hf, make_cache
+from kvrepro.attention import Observed
 from kvrepro.entries import BLOCK, Entries
 from kvrepro.hf import Arm, CompressedLayer
 from kvrepro.methods import Budget, Method, make
@@ -194,6 +196,35 @@ def test_one_shot_compression_does_not_change_the_prefill(architecture: str, dty
         )
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_method_observes_each_rows_own_queries_and_logsumexp(architecture: str) -> None:
+    """From the kernel, where there is one that fits, or computed; padding is not among them."""
+    seen: list[tuple[Entries, Observed]] = []
+
+    @dataclass(frozen=True)
+    class Spy(Method):
+        name = "spy"
+
+        def compress(self, entries: Entries, observed: Observed, m: int) -> tuple[Entries, dict[str, float]]:
+            seen.append((entries, observed))
+            return entries, {}
+
+    model = model_of(architecture, torch.float32)
+    for batch in (tokens(50), tokens(30, 50)):
+        seen.clear()
+        forward(model, batch, make_cache(model, Spy(), budget=5))
+        layers = 1 if architecture == "gemma2" else 3
+        for index, (entries, observed) in enumerate(seen):
+            n = int(batch["attention_mask"][index % len(batch["input_ids"])].sum())
+            assert observed.queries.shape == (4, n, 8) and entries.positions.tolist() == [list(range(n))]
+            assert (observed.layer, observed.layers) == (index // len(batch["input_ids"]), layers)
+            kernel = architecture == "llama" and len(batch["input_ids"]) == 1
+            assert (observed.logsumexp is not None) == kernel
+            computed = dataclasses.replace(observed, logsumexp=None, _memo={}).row_logsumexp(entries)
+            assert far(observed.row_logsumexp(entries), computed) < 1e-5
+        assert len(seen) == layers * len(batch["input_ids"])
+
+
 # --- Padding
 
 
@@ -276,7 +307,7 @@ class Staircase(Method):
 
     name = "staircase"
 
-    def compress(self, entries: Entries, observed: Any, m: int) -> tuple[Entries, dict[str, float]]:
+    def compress(self, entries: Entries, observed: Observed, m: int) -> tuple[Entries, dict[str, float]]:
         m = max(1, m - 7 * observed.layer)
         first = torch.arange(m) + torch.arange(entries.kv_heads)[:, None]
         kept = entries.take(first)
@@ -858,7 +889,10 @@ def test_ways_of_decoding_that_cannot_work_are_refused(what: str, name: str) -> 
     if what == "assistant":
         options["assistant_model"] = stock_of("llama", torch.float32)
     cache = make_cache(model_of("llama", torch.float32), name, retain=0.25)
-    with pytest.raises(UserError):
+    # transformers itself refuses assisted decoding for a cache that says it cannot be cropped
+    with pytest.raises(
+        ValueError, match=r"is not possible|requires a cache that can be cropped|leave it out"
+    ):
         generate(model_of("llama", torch.float32), tokens(60), cache, new=8, **options)
 
 

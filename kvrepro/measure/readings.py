@@ -16,6 +16,17 @@ from .. import plots, published, results, stats
 from ..explain import explain
 from ..tasks.base import CATEGORIES
 
+# SelKV's diagnostics, as a reader finds them in a table.
+MECHANICS = {
+    "union_size": "union before the trim",
+    "share_routed": "share of evicted tokens with a target",
+    "mean_gate": "mean gate of those",
+    "floored": "kept tokens without attention",
+    "log_ratio_mean": "log R, mean",
+    "log_ratio_p90": "log R, 90 %",
+    "log_ratio_max": "log R, largest",
+}
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -85,6 +96,23 @@ def judge(
     return pd.concat(rows, ignore_index=True)
 
 
+def reading(frame: pd.DataFrame, *names: str) -> str:
+    """Markdown: a caution where the samples are few, then every claim of ``names`` with its verdict."""
+    judged = pd.concat([judge(frame, name) for name in names], ignore_index=True)
+    return caution(frame) + sentences(judged)
+
+
+def caution(frame: pd.DataFrame, least: int = 4) -> str:
+    """A sentence where some task has so few samples that an interval says nothing, else nothing."""
+    fewest = int(frame.groupby("task")["sample"].nunique().min())
+    if fewest >= least:
+        return ""
+    return (
+        f"**Some tasks have only {fewest} sample{'s' * (fewest > 1)}: these numbers show that everything runs, "
+        "nothing else.**\n\n"
+    )
+
+
 def sentences(judged: pd.DataFrame) -> str:
     """One Markdown bullet a claim: its verdict by each metric, with the difference and its interval."""
     lines = []
@@ -116,16 +144,11 @@ def differences(comparison: pd.DataFrame) -> pd.DataFrame:
 
 def mechanics(frame: pd.DataFrame, arms: Sequence[str]) -> pd.DataFrame:
     """What the merge did, from the diagnostics: means over samples (and, within a sample, over layers)."""
-    names = {
-        "diag.union_size": "union before the trim",
-        "diag.share_routed": "share of evicted tokens with a target",
-        "diag.mean_gate": "mean gate of those",
-        "diag.log_ratio_mean": "log R, mean",
-        "diag.log_ratio_p90": "log R, 90 %",
-        "diag.log_ratio_max": "log R, largest",
-    }
+    names = {f"diag.{name}": label for name, label in MECHANICS.items()}
     there = [name for name in names if name in frame]
-    table = frame[frame["arm"].isin(arms)].groupby("arm")[there].mean().reindex(list(arms)).rename(columns=names)
+    table = (
+        frame[frame["arm"].isin(arms)].groupby("arm")[there].mean().reindex(list(arms)).rename(columns=names)
+    )
     table.index = pd.Index([plots.look(arm).label for arm in arms], name="arm")
     return table
 
@@ -145,8 +168,8 @@ def headroom(frame: pd.DataFrame, low: float = 10) -> str:
 
 def settings(method: str) -> pd.DataFrame:
     """A method's settings: default, meaning, and whether the paper says so or we chose."""
-    table = pd.DataFrame(explain(method)["settings"]).set_index("name").rename_axis("setting")
-    return table[["default", "meaning", "source"]].astype(str)
+    table = pd.DataFrame(explain(method)["settings"], dtype=object).set_index("name").rename_axis("setting")
+    return table[["default", "meaning", "source"]].map(str)
 
 
 def published_averages(arms: Sequence[str]) -> pd.DataFrame:
@@ -190,6 +213,8 @@ def _verdict(row: pd.Series) -> str:
 def _missed(row: pd.Series) -> str:
     if row["verdict"] != "inconclusive":
         return ""
+    if not row["se"]:
+        return " (every sample ties)"
     return f" (a true difference below {_detectable(row)} could be missed)"
 
 
@@ -200,7 +225,7 @@ def _difference(row: pd.Series) -> str:
 
 
 def _detectable(row: pd.Series) -> str:
-    return "–" if pd.isna(row["detectable"]) else f"{row['detectable']:.{_digits(row)}f}"
+    return "–" if pd.isna(row["detectable"]) or not row["se"] else f"{row['detectable']:.{_digits(row)}f}"
 
 
 def _digits(row: pd.Series) -> int:
