@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from .errors import UserError
+
 BLOCK = 256  # spare capacity in tokens: growing by blocks costs one copy in 256 steps, torch.cat one a step
 
 
@@ -93,6 +95,12 @@ def gather(tensor: Tensor, index: Tensor) -> Tensor:
     return tensor.gather(1, index)
 
 
+def _buffer(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros that may be written in place in any mode: a prefill under inference_mode may be decoded outside it."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype or like.dtype, device=like.device)
+
+
 class Rows:
     """The entries of a batch of rows, dense, with spare capacity for the tokens to come.
 
@@ -117,8 +125,8 @@ class Rows:
         capacity = -(-longest // BLOCK) * BLOCK if longest else BLOCK
         self.length = longest
         self.held = [len(entries) for entries in rows] if held is None else list(held)
-        self.keys = first.keys.new_zeros(len(rows), heads, capacity, width)
-        self.values = first.values.new_zeros(len(rows), heads, capacity, first.values.shape[-1])
+        self.keys = _buffer(first.keys, len(rows), heads, capacity, width)
+        self.values = _buffer(first.values, len(rows), heads, capacity, first.values.shape[-1])
         self.bias: Tensor | None = None
         self._slots = [len(entries) for entries in rows]
         # A row stacked with others may carry a bias it does not need, so what its own would cost is kept.
@@ -139,6 +147,11 @@ class Rows:
 
         ``masked`` False: the model's own mask hides the padding, so no bias is needed.
         """
+        if keys.shape[0] != len(self.held):
+            raise UserError(
+                f"the cache holds {len(self.held)} rows and the new tokens come in {keys.shape[0]}; a follow-up needs the "
+                "prompt's batch size"
+            )
         new = keys.shape[2]
         self._reserve(new)
         at = slice(self.length, self.length + new)
@@ -184,17 +197,21 @@ class Rows:
         dtype = torch.promote_types(
             self.keys.dtype, torch.float32
         )  # a kernel takes float64 with float64 only
-        return self.keys.new_zeros(self.keys.shape[0], heads, self.keys.shape[2], dtype=dtype)
+        return _buffer(self.keys, self.keys.shape[0], heads, self.keys.shape[2], dtype=dtype)
 
     def _reserve(self, new: int) -> None:
         short = self.length + new - self.keys.shape[2]
         if short <= 0:
             return
         more = -(-short // BLOCK) * BLOCK
-        self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, more))
-        self.values = torch.nn.functional.pad(self.values, (0, 0, 0, more))
-        if self.bias is not None:
-            self.bias = torch.nn.functional.pad(self.bias, (0, more))
+
+        def grown(old: Tensor) -> Tensor:  # old [R, H, capacity, ...]
+            new_buffer = _buffer(old, *old.shape[:2], old.shape[2] + more, *old.shape[3:], dtype=old.dtype)
+            new_buffer[:, :, : old.shape[2]] = old
+            return new_buffer
+
+        self.keys, self.values = grown(self.keys), grown(self.values)
+        self.bias = None if self.bias is None else grown(self.bias)
 
     def bytes_used(self, row: int) -> int:
         """Bytes of what one row holds: held · (Hkv·2·D·itemsize + its own bias heads·itemsize of the bias)."""
@@ -204,6 +221,6 @@ class Rows:
         return self.held[row] * entry
 
     def bytes_allocated(self) -> int:
-        """Bytes of the buffers, all rows together; spare capacity is less than one block of 256 a row."""
+        """Bytes of the buffers, all rows together: less than a block of 256 slots a row above the longest row's."""
         tensors = [self.keys, self.values, *([] if self.bias is None else [self.bias])]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

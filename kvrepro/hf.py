@@ -415,6 +415,8 @@ class KVCache(Cache):
     @staticmethod
     def join(caches: Sequence[KVCache]) -> KVCache:
         """Caches of the same prompt, prefilled apart, as rows of one; none may have decoded yet."""
+        if len({cache.get_seq_length() for cache in caches}) > 1:
+            raise ValueError("caches of prompts of different lengths cannot decode as rows of one batch")
         joined = copy.copy(caches[0])
         joined.arms = tuple(arm for cache in caches for arm in cache.arms)
         joined.layers = [_joined([cache.layers[i] for cache in caches]) for i in range(len(caches[0].layers))]
@@ -442,8 +444,8 @@ class KVCache(Cache):
 
         Keys: layer, row, method, retain or budget as given, m (entries allowed), untouched, seen (tokens, padding not
         counted), entries (held now), positions (of the prompt's entries, [Hkv or 1, m]), bytes_used (per entry and KV
-        head a key, a value and, where there is one, its bias), bytes_allocated (buffers; at most a block of 256 more a
-        row), and the method's diagnostics.  Sliding-window layers are listed with method "sliding-window".
+        head a key, a value and, where there is one, its bias), bytes_allocated (the row's share of the buffers: at most
+        a block of 256 slots more than the longest row holds), and the method's diagnostics.  Sliding-window layers are listed with method "sliding-window".
         """
         lines: list[dict[str, Any]] = []
         for index, layer in enumerate(self.layers):

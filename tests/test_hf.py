@@ -865,6 +865,36 @@ def test_generating_without_our_cache_is_refused_and_a_plain_forward_is_stock(ar
     assert torch.equal(logits, generate(stock, batch, new=3, use_cache=False)[1])
 
 
+def test_a_prefill_in_inference_mode_decodes_outside_it() -> None:
+    model, prompt, turn = model_of("llama"), tokens(60), followed(tokens(60), tokens(4, seed=1))
+    logits = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        cache = make_cache(model, "selkv", retain=0.25)
+        with mode():
+            forward(model, prompt, cache)
+            cache.report()
+        with torch.no_grad():
+            logits.append(forward(model, turn, cache))
+    assert torch.equal(*logits)
+
+
+def test_a_follow_up_of_another_batch_size_is_refused() -> None:
+    model = model_of("llama")
+    cache = make_cache(model, "selkv", retain=0.5)
+    forward(model, tokens(60, 60), cache)
+    with pytest.raises(UserError, match="batch size"):
+        forward(model, followed(tokens(60), tokens(2, seed=1)), cache)
+
+
+def test_caches_of_different_prompts_are_not_joined() -> None:
+    model = model_of("llama")
+    caches = [make_cache(model, "selkv", retain=0.25) for _ in range(2)]
+    for n, cache in zip((60, 50), caches, strict=True):
+        forward(model, tokens(n), cache)
+    with pytest.raises(ValueError, match="different lengths"):
+        KVCache.join(caches)
+
+
 def test_our_cache_without_our_attention_is_refused() -> None:
     """set_attn_implementation after make_cache: the layers would store nothing and the model forget its past."""
     model = build_tiny("llama")

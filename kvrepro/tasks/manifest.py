@@ -18,7 +18,7 @@ from kvrepro.tasks import corpus, pydoc
 from kvrepro.tasks.base import Sample
 
 PATH = Path(__file__).resolve().parents[2] / "data" / "pydoc_manifest.json"
-CONTEXTS = (1024, 2048, 4096, 8192)
+CONTEXTS = (1024, 1536, 2048, 4096, 8192)
 SAMPLES = 64
 
 _REWRITE = "run python -m kvrepro.tasks.pydoc --write-manifest"
