@@ -234,34 +234,45 @@ class CompressedLayer(DynamicLayer):
             out, lse = query.new_zeros(batch, length, query.shape[1], value.shape[-1]), None
         else:
             out, lse = self._whole(module, query, key, value, mask, **kwargs)
-        seen: list[tuple[Entries, Observed]] = []  # of each sample, shared by its arms
-        for b in range(batch):
-            own = slice(None) if valid is None else valid[b]
-            entries = Entries(key[b][:, own], value[b][:, own], places[b : b + 1, own])
-            lse_row = None if lse is None else lse[b]
-            observed = Observed(
-                query[b][:, own],
-                kwargs["scaling"],
-                self.rope,
-                kwargs.get("softcap"),
-                self.layer,
-                self.layers,
-                lse_row,
-            )
-            seen.append((entries, observed))
+        # What each sample's layer saw, shared by its arms.
+        own = [slice(None) if valid is None else valid[b] for b in range(batch)]
+        seen = [
+            self._observed(query[b], key[b], value[b], places[b], own[b], None if lse is None else lse[b], kwargs)
+            for b in range(batch)
+        ]
         for (b, arm, m), passes in zip(plan, untouched, strict=True):
             entries, observed = seen[b]
             row = Row(arm, counts[b], m, passes, entries, entries.positions)
             if not passes and chunked:
-                out[b, slice(None) if valid is None else valid[b]] = self._chunked(row, observed).transpose(
-                    0, 1
-                )
+                out[b, own[b]] = self._chunked(row, observed).transpose(0, 1)
             elif not passes:
                 self._compress(row, entries, observed)
             assert row.entries is not None
             row.positions = row.entries.positions
             self.prompt.append(row)
         return out, None
+
+    def _observed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        places: Tensor,
+        own: slice | Tensor,
+        lse: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[Entries, Observed]:
+        """One sample's entries and queries without its padding; query [H, n, D], key, value [Hkv, n, D], places [n]."""
+        observed = Observed(
+            query[:, own],
+            kwargs["scaling"],
+            self.rope,
+            kwargs.get("softcap"),
+            self.layer,
+            self.layers,
+            lse,
+        )
+        return Entries(key[:, own], value[:, own], places[None, own]), observed
 
     def _whole(
         self,
