@@ -75,7 +75,8 @@ def block(tables: Path) -> str:
         "",
     ]
     found = pd.read_csv(tables / "comparisons.csv")
-    for row in found[found["metric"] == "kl"].to_dict("records"):
+    found = found[found["metric"] == "kl"].drop_duplicates(["arm", "baseline"])
+    for row in found.to_dict("records"):
         verdict = "closer" if row["high"] < 0 else "farther" if row["low"] > 0 else "no difference seen"
         lines.append(
             f"- {plots.look(row['arm']).label} against {plots.look(row['baseline']).label}: {row['diff']:+.3f} "
