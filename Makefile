@@ -48,11 +48,11 @@ demo: $(STAMP)  ## two minutes - one prompt, three methods, one figure
 	$(BIN)/kvrepro demo
 
 test: $(STAMP)  ## all tests, then every notebook in profile smoke
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests kvrepro --doctest-modules
 	KVREPRO_PROFILE=smoke $(BIN)/python -m pytest --nbval-lax --nbval-current-env notebooks
 
 gpu: $(STAMP)  ## tests and experiments on CUDA
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests kvrepro --doctest-modules
 	$(RUN) --device cuda --out $(OUT)-cuda
 	$(BIN)/kvrepro table $(OUT)-cuda
 

@@ -237,7 +237,9 @@ class CompressedLayer(DynamicLayer):
         # What each sample's layer saw, shared by its arms.
         own = [slice(None) if valid is None else valid[b] for b in range(batch)]
         seen = [
-            self._observed(query[b], key[b], value[b], places[b], own[b], None if lse is None else lse[b], kwargs)
+            self._observed(
+                query[b], key[b], value[b], places[b], own[b], None if lse is None else lse[b], kwargs
+            )
             for b in range(batch)
         ]
         for (b, arm, m), passes in zip(plan, untouched, strict=True):

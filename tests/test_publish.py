@@ -23,7 +23,10 @@ def test_the_committed_results_are_of_the_whole_profile() -> None:
 
     chosen = profiles.load("quick")
     summary = pd.read_csv(TABLES / "summary.csv")
-    assert list(summary.columns) == "task category method arm retain n score nll kl agree kept_entries kept_bytes".split()
+    assert (
+        list(summary.columns)
+        == "task category method arm retain n score nll kl agree kept_entries kept_bytes".split()
+    )
     assert set(summary["arm"]) == set(chosen.arms)
     for task, n in chosen.tasks.items():
         assert set(summary.loc[summary["task"] == task, "n"]) == {n}, task
