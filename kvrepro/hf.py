@@ -457,8 +457,9 @@ class KVCache(Cache):
 
         Keys: layer, row, method, retain or budget as given, m (entries allowed), untouched, seen (tokens, padding not
         counted), entries (held now), positions (of the prompt's entries, [Hkv or 1, m]), bytes_used (per entry and KV
-        head a key, a value and, where there is one, its bias), bytes_allocated (the row's share of the buffers: at most
-        a block of 256 slots more than the longest row holds), and the method's diagnostics.  Sliding-window layers are listed with method "sliding-window".
+        head a key, a value and, where there is one, its bias), bytes_allocated (the row's share of the buffers: at
+        most a block of 256 slots more than the longest row holds), and the method's diagnostics.  Sliding-window
+        layers are listed with method "sliding-window".
         """
         lines: list[dict[str, Any]] = []
         for index, layer in enumerate(self.layers):

@@ -7,7 +7,7 @@ import re
 
 import pandas as pd
 
-from kvrepro import analyses, publish
+from kvrepro import analyses, publish, results
 
 TABLES = publish.ROOT / "data" / "results" / "quick"
 README = (publish.ROOT / "README.md").read_text()
@@ -23,10 +23,7 @@ def test_the_committed_results_are_of_the_whole_profile() -> None:
 
     chosen = profiles.load("quick")
     summary = pd.read_csv(TABLES / "summary.csv")
-    assert (
-        list(summary.columns)
-        == "task category method arm retain n score nll kl agree kept_entries kept_bytes".split()
-    )
+    assert tuple(summary.columns) == results.SUMMARY_COLUMNS
     assert set(summary["arm"]) == set(chosen.arms)
     for task, n in chosen.tasks.items():
         assert set(summary.loc[summary["task"] == task, "n"]) == {n}, task
