@@ -1,6 +1,6 @@
 """The questions asked of stored results: which arms are compared with which, and the figure that shows it.
 
-One entry of ``QUESTIONS`` a table and figure; notebooks and ``kvrepro figures`` read the same ones.
+``COMPARISONS`` names them, ``FIGURES`` draws them; notebooks and ``kvrepro figures`` read the same ones.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class Comparison:
 
 
 COMPARISONS = {
+    "selkv_snapkv": Comparison("Does SelKV beat SnapKV?", ("selkv",), "snapkv"),
+    "kvslimmer_streaming": Comparison("Does KVSlimmer beat StreamingLLM?", ("kvslimmer",), "streaming-llm"),
     "gate_ablation": Comparison(
         "Does the gate help? SelKV's merges against evicting the same tokens",
         ("selkv/merge-all", "selkv/gate", "selkv/merge-all+ratio", "selkv"),

@@ -32,12 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"kvrepro: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # a reader such as head went away
+            sys.stderr.close()
+            return 0
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"kvrepro: {where}{error.strerror or error}; check the path and run again", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("kvrepro: stopped", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # a reader such as head went away
-        sys.stderr.close()
-        return 0
     return 0
 
 
@@ -236,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.set_defaults(command=bench_harness)
     _model(sub)
     sub.add_argument("--context", type=int, default=2048)
-    sub.add_argument("--repeats", type=int, default=3)
+    sub.add_argument("--repeats", type=_positive, default=3)
     _json(sub)
     return parser
 
@@ -251,6 +255,12 @@ def _model(sub: argparse.ArgumentParser) -> None:
 
 def _json(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--json", action="store_true", help="for a program to read")
+
+
+def _positive(given: str) -> int:
+    if not given.isdecimal() or int(given) < 1:
+        raise argparse.ArgumentTypeError(f"{given} is not a whole number of at least 1")
+    return int(given)
 
 
 def _names(given: str | None) -> list[str] | None:

@@ -72,7 +72,10 @@ def evaluate(
     Returns
     -------
     list of dict
-        One record an arm, in the order of ``arms``; see the README for the fields.
+        One record an arm, in the order of ``arms``: sample, digest (of its text), task, category, n_tokens, truncated,
+        query_aware, arm, method, retain, budget (entries), settings, prediction, score (0 to 100), nll and kl (nats a
+        gold token), agree (share of gold tokens), kept_entries and kept_bytes (shares of the full cache's), untouched,
+        seconds of the prefill, compression and decoding, rows that decoded together, and the method's diagnostics.
     """
     encoded = encode(tokenizer, sample, limit)
     ids = torch.tensor([encoded.input_ids], device=model.device)
@@ -111,6 +114,7 @@ def evaluate(
             }
     common = {
         "sample": sample.id,
+        "digest": sample.digest,
         "task": sample.task,
         "category": sample.category,
         "n_tokens": ids.shape[1],

@@ -42,6 +42,10 @@ def generate(
     model, tokenizer = load(model_name, device=device, dtype=dtype)
     sample = Sample("prompt", "prompt", "single-doc", prompt, (), "exact", max_new_tokens, True, False)
     limit = getattr(model.config, "max_position_embeddings", 1 << 30) - max_new_tokens
+    if limit < 1:
+        raise UserError(
+            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in {model_name}; give fewer"
+        )
     ids = encode(tokenizer, sample, 1 << 30).input_ids
     if len(ids) > limit:
         raise UserError(

@@ -459,7 +459,7 @@ class KVCache(Cache):
         counted), entries (held now), positions (of the prompt's entries, [Hkv or 1, m]), bytes_used (per entry and KV
         head a key, a value and, where there is one, its bias), bytes_allocated (the row's share of the buffers: at
         most a block of 256 slots more than the longest row holds), and the method's diagnostics.  Sliding-window
-        layers are listed with method "sliding-window".
+        layers hold all rows in one line, with method "sliding-window" and padding counted.
         """
         lines: list[dict[str, Any]] = []
         for index, layer in enumerate(self.layers):
@@ -468,7 +468,8 @@ class KVCache(Cache):
             elif layer.is_initialized:
                 held = layer.keys.numel() * layer.keys.element_size() * 2
                 lines.append({
-                    "layer": index, "row": 0, "method": "sliding-window", "untouched": True,
+                    "layer": index, "row": 0, "method": "sliding-window", "retain": None, "budget": None, "m": None,
+                    "positions": None, "untouched": True,
                     "seen": layer.get_seq_length(), "entries": layer.keys.shape[2], "bytes_used": held,
                     "bytes_allocated": held,
                 })  # fmt: skip
@@ -569,6 +570,8 @@ def make_cache(
 ) -> KVCache:
     """A cache for ``model.generate(**inputs, cache=cache)`` that compresses the prompt right after the prefill.
 
+    One cache serves one conversation: for another prompt make a new one, or call ``cache.reset()``.
+
     Parameters
     ----------
     model : PreTrainedModel
@@ -593,6 +596,10 @@ def make_cache(
     >>> cache = kvrepro.make_cache(model, "selkv", retain=0.25)      # doctest: +SKIP
     >>> model.generate(**inputs, cache=cache, max_new_tokens=32)     # doctest: +SKIP
     """
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"make_cache needs a model, not {type(model).__name__}; kvrepro.load(name) gives one")
+    if not isinstance(method, str | Method):
+        raise UserError(f"method={method!r} is neither a name nor a method; see kvrepro.methods.available()")
     if isinstance(method, Method) and settings:
         raise UserError("settings go with a method's name; a made method has its own")
     chosen = method if isinstance(method, Method) else make(method, **settings)

@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 import pandas as pd
 
-from . import analyses, plots, results, runner
+from . import analyses, plots, profiles, results, runner
 from .errors import UserError
 from .progress import progress
 
@@ -58,6 +58,7 @@ def execute(
     UserError
         No notebook matches, or one failed (its name and last line; the executed file shows where).
     """
+    profiles.load(profile)  # an unknown profile is said before anything is executed
     import papermill
     from traitlets.config import Config
 

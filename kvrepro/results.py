@@ -137,6 +137,7 @@ class Store:
         self.settings = {key: _without_folders(value) for key, value in _plain(settings, "settings").items()}
         self._done: set[Unit] = set()
         self._recorded: set[tuple[str, str]] = set()
+        self._digests: dict[str, Any] = {}
         self._descriptor = -1
 
     def __enter__(self) -> Store:
@@ -156,6 +157,9 @@ class Store:
                 os.ftruncate(self._descriptor, whole)
                 os.fsync(self._descriptor)
             self._done = {_key(unit) for unit in units}
+            self._digests = {
+                record["sample"]: record.get("digest") for unit in units for record in unit["records"]
+            }
             self._recorded = {_identity(record) for unit in units for record in unit["records"]}
         except BaseException:
             self.close()
@@ -183,6 +187,10 @@ class Store:
         """Tell whether an arm with these settings was measured on the sample, in whatever group."""
         wanted = {"sample": sample, "arm": arm, "retain": retain, "settings": settings}
         return _identity(_plain(wanted, arm)) in self._recorded
+
+    def same_text(self, sample: str, digest: str) -> bool:
+        """Tell whether what is stored of a sample, if anything, was measured on the text with this digest."""
+        return self._digests.get(sample) in (None, digest)
 
     def append(self, unit: Unit, records: Sequence[Mapping[str, Any]]) -> None:
         """Store one unit: one write of one line, on disk when this returns.

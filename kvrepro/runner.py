@@ -107,7 +107,9 @@ def _samples(
 ) -> Iterator[Sample]:
     """The profile's samples, task by task in turn, so that a run cut short has something of every task."""
     known = tasks.available(data=data)
-    for name in names or profile.tasks:
+    if not names:  # what the folder holds, where one is given
+        names = [name for name in known if name not in tasks.available()] if data else list(profile.tasks)
+    for name in names:
         if name not in known:
             raise UserError(f"unknown task {name!r}; known are {', '.join(known)}")
     if limit is not None and limit < 1:
@@ -115,7 +117,7 @@ def _samples(
     most = max(profile.tasks.values())
     sets = [
         tasks.load(name, min(profile.tasks.get(name, most), limit or most), profile.context, data=data)
-        for name in names or profile.tasks
+        for name in names
     ]
     for place in range(max(map(len, sets))):
         yield from (samples[place] for samples in sets if place < len(samples))
@@ -140,6 +142,11 @@ def _missing(store: results.Store, samples: list[Sample], arms: list[Any]) -> li
     settings = {arm: arm.settings for arm in arms}
     todo = []
     for sample in samples:
+        if not store.same_text(sample.id, sample.digest):
+            raise UserError(
+                f"{store.folder} holds results of another text under the name {sample.id}; the data differ, so choose "
+                "another output folder"
+            )
         missing = [arm for arm in arms if not store.has(sample.id, arm.name, arm.retain, settings[arm])]
         if missing:
             todo.append((sample, missing))

@@ -43,6 +43,7 @@ def test_methods_and_models_are_listed(capsys: Any) -> None:
     ("run", "--profile", "smoke", "--retain", "0"), ("run", "--profile", "smoke", "--retain", "nan"),
     ("run", "--profile", "smoke", "--limit", "0"), ("table", "no/such/folder"), ("figures", "no/such/folder"),
     ("generate", "--prompt-file", "no/such/file"), ("notebooks", "--only", "no-such-notebook"),
+    ("notebooks", "--profile", "nope"), ("vectors", "README.md"), ("generate", "--prompt-file", "."),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(capsys: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
     if words[0] == "run":

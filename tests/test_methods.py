@@ -297,7 +297,11 @@ def test_unknown_names_are_one_clear_line() -> None:
     for call in (
         lambda: methods.make("selkvv"), lambda: methods.make("selkv/no"), lambda: methods.make("selkv", w=3),
         lambda: methods.make("selkv", norm="l3"), lambda: methods.make("snapkv", kernel=4),
-        lambda: methods.make("selkv", window=0),
+        lambda: methods.make("selkv", window=0), lambda: methods.make("selkv", window=2.5),
+        lambda: methods.make("selkv", window=True), lambda: methods.make("selkv", window=None),
+        lambda: methods.make("selkv", alpha=float("inf")), lambda: methods.make("selkv", alpha="x"),
+        lambda: methods.make("selkv", reposition="no"), lambda: methods.make("snapkv", kernel=5.0),
+        lambda: methods.make("kvslimmer", sinks="a"),
     ):  # fmt: skip
         with pytest.raises(methods.base.UserError) as caught:
             call()
@@ -305,7 +309,8 @@ def test_unknown_names_are_one_clear_line() -> None:
 
 
 @pytest.mark.parametrize("budget", [{"retain": 0}, {"retain": -0.1}, {"retain": 1.1}, {"retain": float("nan")},
-                                    {"entries": 0}, {"entries": -3}, {"entries": 2.5}, {}])  # fmt: skip
+                                    {"entries": 0}, {"entries": -3}, {"entries": 2.5}, {"entries": True},
+                                    {"entries": float("inf")}, {"retain": "x"}, {}])  # fmt: skip
 def test_bad_budgets_are_refused(budget: dict[str, Any]) -> None:
     with pytest.raises(methods.base.UserError):
         methods.Budget(**budget)

@@ -298,9 +298,9 @@ def test_bad_arguments() -> None:
 def test_profiles() -> None:
     assert profiles.available() == ["smoke", "quick", "full"]
     quick = profiles.load("quick")
-    assert quick.context == 2048 and quick.retain == (0.25,)
+    assert quick.context == 1536 and quick.retain == (0.25,)
     assert sum(quick.tasks.values()) == 96
-    assert {"full", "full-folded", "selkv", "kvslimmer"} <= set(quick.arms)
+    assert {"full", "selkv", "selkv/evict", "kvslimmer"} <= set(quick.arms)
     assert len(set(quick.arms)) == len(quick.arms)
     assert profiles.load("full").retain == (0.1, 0.25, 0.5, 0.75, 0.9)
 

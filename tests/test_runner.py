@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -86,6 +87,29 @@ def test_bad_requests_are_refused_before_the_model_is_loaded(tmp_path: Path) -> 
             runner.run(given.pop("profile"), given.pop("model"), **given)
         assert "\n" not in str(caught.value)
     assert not (tmp_path / results.RECORDS).exists()
+
+
+def test_another_text_under_the_same_name_is_not_taken_for_measured(tmp_path: Path) -> None:
+    """A results folder goes on only with the samples it began with."""
+    rows = tmp_path / "rows"
+    rows.mkdir()
+
+    def run_on(number: int) -> None:
+        row = {
+            "index": 0,
+            "input": f"The number is {number}. What is the number?",
+            "outputs": [str(number)],
+            "length": 9,
+        }
+        (rows / "4096_vt.jsonl").write_text(json.dumps(row) + "\n")
+        runner.run(
+            "smoke", out=tmp_path / "out", data=rows, methods=["full"]
+        )  # no tasks named: what the folder holds
+
+    run_on(7361942)
+    assert results.load(tmp_path / "out")["task"].tolist() == ["ruler/4096_vt"]
+    with pytest.raises(UserError, match="another text"):
+        run_on(1111111)
 
 
 def command(out: Path) -> list[str]:

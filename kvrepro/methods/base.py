@@ -1,7 +1,8 @@
 """What a method is: a frozen dataclass of settings with one pure function, ``compress``.
 
 To add one: subclass ``Method`` in a file of its own, declare its settings with ``setting(...)``, write ``compress``,
-decorate the class with ``@register``, and import the file in ``methods/__init__.py``.  Nothing else has to know.
+decorate the class with ``@register``, and import the file in ``methods/__init__.py``.  Runner, tables and command line
+take it by name; ``plots.LOOKS`` and ``results.ARMS`` give it a colour and a place.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ class Budget:
             raise UserError(
                 "give the budget either as retain= (a share in (0, 1]) or as budget= (entries), not both"
             )
-        if self.retain is not None and not (0 < self.retain <= 1):  # NaN fails too
-            raise UserError(f"retain={self.retain} is not a share; give a number above 0 and at most 1")
-        if self.entries is not None and (self.entries != int(self.entries) or self.entries < 1):
+        if self.retain is not None and not (_fits(self.retain, "float") and 0 < self.retain <= 1):
+            raise UserError(f"retain={self.retain!r} is not a share; give a number above 0 and at most 1")
+        if self.entries is not None and not (_fits(self.entries, "int") and self.entries >= 1):
             raise UserError(
-                f"budget={self.entries} is not a number of entries; give an integer of at least 1"
+                f"budget={self.entries!r} is not a number of entries; give an integer of at least 1"
             )
 
     def resolve(self, n: int) -> int:
@@ -64,6 +65,29 @@ class Budget:
             return int(self.entries)
         assert self.retain is not None
         return max(1, math.floor(self.retain * n + 0.5))
+
+
+# The annotations a setting may have, and how to name them to a person.
+KINDS = {
+    "bool": "True or False",
+    "int": "a whole number",
+    "int | None": "a whole number or None",
+    "float": "a finite number",
+    "str": "a name",
+}
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Whether a value is of the kind its annotation says; True is no number, infinity and NaN are none to use."""
+    if kind not in KINDS:  # not a setting that a user gives
+        return True
+    if value is None:
+        return kind == "int | None"
+    if kind == "bool" or isinstance(value, bool):
+        return kind == "bool" and isinstance(value, bool)
+    if kind == "float":
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, str if kind == "str" else int)
 
 
 @dataclass(frozen=True)
@@ -97,6 +121,8 @@ class Method:
                 field.metadata["least"],
             )
             where = f"{self.name}: {field.name}={value!r}"
+            if not _fits(value, str(field.type)):
+                raise UserError(f"{where} is not {KINDS[str(field.type)]}; give one")
             if choices is not None and value not in choices:
                 raise UserError(f"{where} is not known; choose from {', '.join(map(repr, choices))}")
             if least is not None and value is not None and not value >= least:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -47,6 +48,11 @@ class Sample:
     first_line: bool
     classes: tuple[str, ...] = ()
     prefix: str = field(default="", repr=False)  # the manifest hashes repr(), and its tasks have none
+
+    @property
+    def digest(self) -> str:
+        """Of what is asked and expected: results of another text under the same id are not this sample's."""
+        return hashlib.sha256(repr((self.prompt, self.prefix, self.answers)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
