@@ -102,7 +102,6 @@ def test_what_is_committed_is_clean_and_names_no_machine(path):
         "/root/",
         "/tmp/",
         "/Users/",
-        "/work/",
         "site-packages",
         "papermill",
         "iopub",
