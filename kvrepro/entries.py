@@ -4,7 +4,7 @@
 ``Rows`` is the same for a batch, dense and growing, as attention reads it while decoding.
 
 Attention over entries is softmax(q·k·scaling + bias)·value.  Eviction has no bias (None), SelKV has α log R,
-KVSlimmer and AsymKV log l with mean values.
+KVSlimmer log l with mean values.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The mathematics behind the rules, exact and slow: what the tests and notebooks hold the fast paths against."""
+"""The mathematics behind the rules, exact and slow: what the tests hold the fast paths against."""
