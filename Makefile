@@ -21,11 +21,13 @@ export GOMP_SPINCOUNT ?= 10000
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-OUT := results/$(PROFILE)
+# where runs go, as `kvrepro run` names it
+OUT := results/$(PROFILE)$(if $(filter-out smollm2-135m,$(MODEL)),-$(notdir $(MODEL)))$(if $(filter-out cpu,$(DEVICE)),-cuda)
+STUDIES := methods slimmer released positions selectors
 RUN = $(BIN)/kvrepro run --profile $(PROFILE) --model $(MODEL) $(if $(RETAIN),--retain $(RETAIN))
 NOTEBOOKS = $(BIN)/kvrepro notebooks --profile $(PROFILE) --model $(MODEL) $(if $(RETAIN),--retain $(RETAIN))
 
-.PHONY: help venv reproduce notebooks figures demo test gpu lint clean
+.PHONY: help venv reproduce studies notebooks figures demo test gpu lint clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*##/:/' | awk -F: '{printf "make %-10s%s\n", $$1, $$2}'
@@ -37,6 +39,10 @@ reproduce: $(STAMP)  ## run the experiments, execute the notebooks, draw the fig
 	$(NOTEBOOKS) --device $(DEVICE) --out $(OUT)/notebooks
 	$(BIN)/kvrepro figures $(OUT)
 	$(BIN)/kvrepro table $(OUT)
+
+studies: $(STAMP)  ## the larger grids, one for each question (hours on two cores)
+	for study in $(STUDIES); do $(RUN) --device $(DEVICE) --study $$study; done
+	for model in smollm2-135m-mha gemma3-270m; do $(BIN)/kvrepro run --profile $(PROFILE) --model $$model --device $(DEVICE) --study methods; done
 
 notebooks: $(STAMP)  ## execute the notebooks into results/PROFILE/notebooks
 	$(NOTEBOOKS) --device $(DEVICE) --out $(OUT)/notebooks

@@ -5,26 +5,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from . import plots, results, stats
+from .methods import method_class
 
 METRICS = ("kl", "nll", "score")
+GQA, MHA = "smollm2-135m", "smollm2-135m-mha"  # one function, heads that share KV heads and heads that do not
 MAIN = ("full", "streaming-llm", "snapkv", "selkv/evict", "selkv", "selkv/on-snapkv", "kvslimmer")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Arms against a baseline on the same samples, paired."""
+    """Arms against a baseline, one for all or one for each, on the same samples, paired."""
 
     question: str
     arms: tuple[str, ...]
-    baseline: str
+    baseline: str | tuple[str, ...]
 
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Each arm with its baseline."""
+        one = isinstance(self.baseline, str)
+        return [(arm, str(self.baseline) if one else self.baseline[i]) for i, arm in enumerate(self.arms)]
+
+
+# What each method is compared with at the same budget: a merge with the eviction it is built on.
+EVICTION_OF = {
+    **dict.fromkeys(("h2o", "vatp", "snapkv", "pyramidkv", "bifocal", "selkv/evict"), "streaming-llm"),
+    **dict.fromkeys(("look-m", "weightedkv", "kvmerger"), "h2o"),
+    "selkv": "selkv/evict",
+    "kvslimmer/drop-lighter": "streaming-llm",
+    **dict.fromkeys(("kvslimmer", "asymkv", "kvslimmer-released"), "kvslimmer/drop-lighter"),
+}
+SELECTORS = tuple(f"bifocal/{arm}" for arm in method_class("bifocal").arms)
+OPERATORS = (
+    "selkv/on-bifocal", "selkv/on-bifocal+gate", "selkv/on-bifocal+gated-count", "selkv/on-bifocal+merge-all", "adjacent",
+    "adjacent/no-bias",
+)  # fmt: skip
+MERGES = ("selkv", "look-m", "weightedkv", "kvmerger", "kvslimmer", "asymkv")
 
 COMPARISONS = {
     "selkv_snapkv": Comparison("Does SelKV beat SnapKV?", ("selkv",), "snapkv"),
@@ -39,8 +62,60 @@ COMPARISONS = {
         ("selkv/alpha-0.25", "selkv", "selkv/alpha-1", "selkv/gate+count", "selkv/gate+gated-count"),
         "selkv/gate",
     ),
-    "plugin_selkv": Comparison("Does the merge help on SelKV's own kept set?", ("selkv",), "selkv/evict"),
-    "plugin_snapkv": Comparison("Does the merge help on SnapKV's kept set?", ("selkv/on-snapkv",), "snapkv"),
+    "plugin": Comparison(
+        "Does the merge help? On each kept set, against the same tokens without it",
+        ("selkv", "selkv/on-snapkv"),
+        ("selkv/evict", "snapkv"),
+    ),
+    "weights_ablation": Comparison(
+        "Does the exact rule help? Other key weights against KVSlimmer's",
+        ("kvslimmer/diagonal", "kvslimmer/mass", "kvslimmer/mean", "kvslimmer/drop-lighter"),
+        "kvslimmer",
+    ),
+    "value_ablation": Comparison(
+        "How should values merge? Against KVSlimmer's sum with cardinality",
+        ("kvslimmer/plain-sum", "kvslimmer/plain-mean", "kvslimmer/mass-values", "kvslimmer/as-key"),
+        "kvslimmer",
+    ),
+    "slimmer_bias": Comparison(
+        "Which bias does KVSlimmer's merge need? Against log l",
+        ("kvslimmer/clamped", "kvslimmer/ratio", "kvslimmer/ratio-alpha-1", "kvslimmer/no-bias"),
+        "kvslimmer",
+    ),
+    "own_eviction": Comparison(
+        "Does merging beat evicting? Each merging method against the eviction it is built on",
+        MERGES,
+        tuple(EVICTION_OF[arm] for arm in MERGES),
+    ),
+    "against_eviction": Comparison(
+        "Every method against an eviction: merging ones against their own, evictions against StreamingLLM",
+        tuple(EVICTION_OF),
+        tuple(EVICTION_OF.values()),
+    ),
+    "gradient": Comparison("Does the gradient pay? KVSlimmer against AsymKV", ("kvslimmer",), "asymkv"),
+    "deviations": Comparison(
+        "Which deviation of the released code matters? Each switched off alone",
+        tuple(f"kvslimmer-released/{arm}" for arm in method_class("kvslimmer-released").arms),
+        "kvslimmer-released",
+    ),
+    "printed_released": Comparison(
+        "Is the released code the printed method?", ("kvslimmer-released",), "kvslimmer"
+    ),
+    "selectors": Comparison(
+        "What matters more than the merge? Selectors, all evicting, against SelKV",
+        ("selkv/evict", "snapkv", *SELECTORS, "bifocal"),
+        "selkv",
+    ),
+    "operators": Comparison(
+        "What does the rest of the tokens add? Operators against evicting the same tokens",
+        ("selkv", "selkv/gate", *OPERATORS),
+        ("selkv/evict", "selkv/evict", *["bifocal"] * len(OPERATORS)),
+    ),
+    "positions": Comparison(
+        "Does it help to move kept keys to consecutive positions?",
+        ("streaming-llm/reindexed", "selkv/reposition"),
+        ("streaming-llm", "selkv"),
+    ),
 }
 
 
@@ -52,22 +127,84 @@ def at(frame: pd.DataFrame, retain: float | None = None) -> pd.DataFrame:
     return frame[frame["method"].isin(("full", "full-folded")) | (frame["retain"] == retain)]
 
 
-def compare(frame: pd.DataFrame, name: str, *, n_boot: int = 10_000, seed: int = 0) -> pd.DataFrame:
+def compare(
+    frame: pd.DataFrame, name: str, metrics: Sequence[str] = METRICS, *, n_boot: int = 10_000, seed: int = 0
+) -> pd.DataFrame:
     """A comparison of ``COMPARISONS`` by name: paired differences with bootstrap intervals, for each metric."""
-    chosen = COMPARISONS[name]
-    return stats.compare(frame, METRICS, chosen.arms, chosen.baseline, n_boot=n_boot, seed=seed)
-
-
-def plugin(frame: pd.DataFrame, *, n_boot: int = 10_000, seed: int = 0) -> pd.DataFrame:
-    """Selector x {evict, merge + bias}: each selector's merge against its own eviction."""
-    parts = [compare(frame, name, n_boot=n_boot, seed=seed) for name in ("plugin_selkv", "plugin_snapkv")]
+    groups: dict[str, list[str]] = {}
+    for arm, baseline in COMPARISONS[name].pairs:
+        groups.setdefault(baseline, []).append(arm)
+    parts = [
+        stats.compare(frame, metrics, arms, baseline, n_boot=n_boot, seed=seed)
+        for baseline, arms in groups.items()
+    ]
     return pd.concat(parts, ignore_index=True)
+
+
+def answered(frame: pd.DataFrame) -> list[str]:
+    """The comparisons of ``COMPARISONS`` whose arms are all among the records."""
+    present = set(frame["arm"])
+    return [
+        name for name, wanted in COMPARISONS.items() if {x for pair in wanted.pairs for x in pair} <= present
+    ]
 
 
 def main(frame: pd.DataFrame, *, n_boot: int = 10_000, seed: int = 0) -> pd.DataFrame:
     """Score and KL of the main arms, with bootstrap intervals."""
     present = [arm for arm in MAIN if arm in set(frame["arm"])]
     return stats.means(frame, ("score", "kl"), present, n_boot=n_boot, seed=seed)
+
+
+def by_task(frame: pd.DataFrame, part: str, arms: Sequence[str]) -> pd.DataFrame:
+    """KL, NLL and score of some arms on the tasks whose name contains ``part``."""
+    rows = frame[frame["task"].str.contains(part)]
+    measures = {
+        (task, metric): cell.groupby("arm")[metric].mean()
+        for task, cell in rows.groupby("task")
+        for metric in ("kl", "nll", "score")
+    }
+    return pd.DataFrame(measures).reindex([arm for arm in arms if arm in set(rows["arm"])])
+
+
+# The same grid on several models
+
+
+def across(frames: Mapping[str, pd.DataFrame], metric: str) -> pd.DataFrame:
+    """Arms x models of one metric, the average over categories."""
+    columns = {
+        model: results.by_category(frame, metric)["average"].droplevel("retain")
+        for model, frame in frames.items()
+    }
+    table = pd.DataFrame(columns)
+    return table.loc[results.in_order(table.index, results.ARMS)].rename_axis("arm")
+
+
+def held(frames: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """What SelKV and KVSlimmer hold on each model, as shares of the full cache."""
+    rows = {
+        (model, arm): results.main_table(frame).loc[arm, ["kept_entries", "kept_bytes"]]
+        for model, frame in frames.items()
+        for arm in ("selkv", "kvslimmer")
+    }
+    return pd.DataFrame(rows).T.rename_axis(["model", "arm"])
+
+
+def merging(frames: Mapping[str, pd.DataFrame], metric: str = "kl", **boot: int) -> pd.DataFrame:
+    """SelKV minus its own eviction on each model; and, where both are there, shared minus separate kept sets.
+
+    The last row pairs the samples of two models that compute the same function, with heads that share a kept set (GQA)
+    and with heads that do not (MHA).
+    """
+    rows, gains = [], []
+    for model, frame in frames.items():
+        rows.append(stats.compare(frame, [metric], ["selkv"], "selkv/evict", **boot).assign(model=model))
+        wide = frame[frame["arm"] == "selkv"].set_index("sample")
+        gain = wide[metric] - frame[frame["arm"] == "selkv/evict"].set_index("sample")[metric]
+        gains.append(wide.assign(arm=model, **{metric: gain}).reset_index())
+    if {GQA, MHA} <= set(frames):
+        both = stats.compare(pd.concat(gains), [metric], [GQA], MHA, **boot)
+        rows.append(both.assign(model="shared minus separate kept sets"))
+    return pd.concat(rows, ignore_index=True).set_index("model")
 
 
 def _ablation(name: str) -> Callable[[pd.DataFrame], plots.Figure]:
@@ -80,26 +217,25 @@ FIGURES: dict[str, Callable[[pd.DataFrame], plots.Figure]] = {
     "categories_score": lambda frame: plots.categories(frame[frame["arm"].isin(MAIN)], "score"),
     "gate_ablation": _ablation("gate_ablation"),
     "bias_ablation": _ablation("bias_ablation"),
-    "plugin": lambda frame: plots.intervals(
-        plugin(frame), title="Does the merge help? On each kept set, against the same tokens without it"
-    ),
+    "weights_ablation": _ablation("weights_ablation"),
+    "value_ablation": _ablation("value_ablation"),
+    "slimmer_bias": _ablation("slimmer_bias"),
+    "plugin": _ablation("plugin"),
+    "own_eviction": _ablation("own_eviction"),
+    "deviations": _ablation("deviations"),
+    "positions": _ablation("positions"),
+    "selectors": _ablation("selectors"),
+    "operators": _ablation("operators"),
 }
 
 
 def draw(folder: str | Path, to: str | Path) -> list[Path]:
     """Draw every figure whose arms are in a results folder; returns the files written (PNG, SVG, CSV)."""
     frame = at(results.load(folder))
-    present = set(frame["arm"])
-    needs = {
-        "gate_ablation": COMPARISONS["gate_ablation"],
-        "bias_ablation": COMPARISONS["bias_ablation"],
-    }
+    there = answered(frame)
+    whole = set(MAIN) <= set(frame["arm"])
     written = []
     for name, make in FIGURES.items():
-        wanted = needs.get(name)
-        arms = {*wanted.arms, wanted.baseline} if wanted else set()
-        if name == "plugin":
-            arms = {"selkv", "selkv/evict", "selkv/on-snapkv", "snapkv"}
-        if arms <= present:
+        if name in there or (whole and name not in COMPARISONS):
             written += plots.save(make(frame), to, name)
     return written

@@ -128,7 +128,10 @@ class Observed:
     logsumexp : Tensor [H, q] or None
         From the attention kernel, over all entries a query sees; None: computed when needed.
     probabilities, output : Tensor [Hkv, G·q, n], [Hkv, G·q, D] or None
-        The attention itself and its output, at hand where a chunked method's chunk is computed.
+        The attention itself and its output, at hand where a chunked method's chunk is computed (not where the
+        chunk waits for its gradient: a map a layer would be kept).
+    gradient : Tensor [Hkv, past, D] or None
+        Of the chunk's mean next-token loss by the rotated keys stored before it, for methods that ask for it.
     """
 
     queries: Tensor
@@ -140,6 +143,7 @@ class Observed:
     logsumexp: Tensor | None = None
     probabilities: Tensor | None = None
     output: Tensor | None = None
+    gradient: Tensor | None = None
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -151,6 +155,12 @@ class Observed:
         if key not in self._memo:
             self._memo[key] = compute()
         return self._memo[key]
+
+    def received(self, entries: Entries) -> Tensor:
+        """Attention that each entry receives, summed over all queries and the group's heads: [Hkv, n]."""
+        if self.probabilities is not None:
+            return self.probabilities.sum(1)
+        return self.column_mass(entries).sum(1)
 
     def column_mass(self, entries: Entries, last: int | None = None) -> Tensor:
         """Σ over the last ``last`` queries (None: all) of softmax attention, per query head: [Hkv, G, n]."""
@@ -166,6 +176,31 @@ class Observed:
             stop = min(begin + QUERY_BLOCK, total)
             seen = len(entries) - total + stop
             mass[:, :, :seen] += self.weights(entries, begin, stop, seen).sum(2)
+        return mass
+
+    def sampled_mass(self, entries: Entries, count: int | None) -> Tensor:
+        """The same for ``count`` queries evenly spread over the prompt (None, or no fewer than there are: all)."""
+        total = self.queries.shape[1]
+        if count is None or count >= total:
+            return self.column_mass(entries)
+        return self.once(("sampled", count), lambda: self._sampled_mass(entries, count))
+
+    def _sampled_mass(self, entries: Entries, count: int) -> Tensor:
+        total, n, device = self.queries.shape[1], len(entries), self.queries.device
+        group = self.heads // entries.kv_heads
+        mass = at_least_float32(entries.keys).new_zeros(entries.kv_heads, group, n)
+        rows = (
+            (torch.arange(count, device=device) * 2 + 1) * total // (2 * count)
+        )  # the middle of each stretch
+        for block in rows.split(QUERY_BLOCK):
+            seen = n - total + int(block[-1]) + 1
+            query = fold(at_least_float32(self.queries[None, :, block]) * self.scaling, entries.kv_heads)[0]
+            logits = softcapped(
+                query @ at_least_float32(entries.keys[:, :seen]).transpose(1, 2), self.softcap
+            )
+            logits = logits.view(entries.kv_heads, group, len(block), seen)
+            later = torch.arange(seen, device=device) > n - total + block[:, None]  # [q, seen]
+            mass[:, :, :seen] += torch.softmax(logits.masked_fill_(later, -torch.inf), -1).sum(2)
         return mass
 
     def _logits(self, entries: Entries, begin: int, stop: int, seen: int) -> Tensor:

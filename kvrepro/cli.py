@@ -49,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(given: argparse.Namespace) -> None:
-    from . import runner
+    from . import runner, studies
 
     path = runner.run(
-        given.profile,
+        studies.of(given.study, given.profile) if given.study else given.profile,
         given.model,
-        out=given.out or f"results/{given.profile}",
+        out=given.out or f"results/{runner.folder(given.profile, given.model, given.device, given.study)}",
         device=given.device,
         dtype=given.dtype,
         methods=_names(given.methods),
@@ -90,7 +90,7 @@ def models(given: argparse.Namespace) -> None:
         [
             {
                 "name": row.name, "kind": row.kind, "architecture": row.architecture, "context": row.context,
-                "dtype": row.dtype, "source": row.source,
+                "dtype": row.dtype, "license": row.license, "source": row.source,
             }
             for row in available()
         ],
@@ -163,6 +163,16 @@ def bench_harness(given: argparse.Namespace) -> None:
     print(json.dumps(found) if given.json else harness.text(found))
 
 
+def bench_prefill(given: argparse.Namespace) -> None:
+    from .measure import prefill
+
+    found = prefill.run(
+        given.model, contexts=given.context, methods=_names(given.methods) or prefill.METHODS, retain=given.retain,
+        repeats=given.repeats, device=given.device, dtype=given.dtype,
+    )  # fmt: skip
+    print(json.dumps(found) if given.json else prefill.text(found))
+
+
 # Parsing
 
 
@@ -181,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("run", run, "measure a profile's arms on its samples; goes on where it was stopped")
     _model(sub)
     sub.add_argument("--profile", default="quick", help="smoke, quick or full (default: quick)")
+    sub.add_argument("--study", help="a larger grid for one question: methods, slimmer, released, ...")
     sub.add_argument(
         "--methods", help="arms, comma separated, instead of the profile's (e.g. full,selkv,selkv/evict)"
     )
@@ -191,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
         "--data",
         help="folder with LongBench or RULER rows (JSONL), or hub; makes tasks such as longbench/qasper known",
     )
-    sub.add_argument("--out", help="results folder (default: results/PROFILE)")
+    sub.add_argument("--out", help="results folder (default: results/PROFILE[-STUDY][-MODEL])")
 
     sub = command("table", table, "the main table of a results folder")
     sub.add_argument("folder")
@@ -241,6 +252,14 @@ def _parser() -> argparse.ArgumentParser:
     _model(sub)
     sub.add_argument("--context", type=int, default=2048)
     sub.add_argument("--repeats", type=_positive, default=3)
+    _json(sub)
+    sub = bench.add_parser("prefill", help="time of prefill and compression against the plain prefill")
+    sub.set_defaults(command=bench_prefill)
+    _model(sub)
+    sub.add_argument("--context", type=_positive, nargs="+", default=[4096], help="tokens of the prompt")
+    sub.add_argument("--methods", help="arms, comma separated (default: the one-shot methods of the papers)")
+    sub.add_argument("--retain", type=float, default=0.25)
+    sub.add_argument("--repeats", type=_positive, default=5)
     _json(sub)
     return parser
 

@@ -186,7 +186,7 @@ class Rows:
 
     def entries(self, row: int, positions: Tensor) -> Entries:
         """One row as it was stacked: views, not copies.  Not once tokens were appended, which may be padded."""
-        if self.length > max(self._slots):
+        if self.length != max(self._slots):
             raise ValueError("tokens were appended to these rows; take them apart before decoding, or rewind")
         at = slice(self.length - self._slots[row], self.length)
         heads = self._bias_heads[row]

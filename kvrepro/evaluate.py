@@ -20,7 +20,7 @@ from .hf import Arm, KVCache, prefill
 from .methods import Budget, make
 from .tasks import metrics
 from .tasks.base import Sample
-from .tasks.prompts import encode
+from .tasks.prompts import asked, encode
 
 GOLD_LIMIT = 64  # tokens of the gold answer that are teacher-forced
 
@@ -77,6 +77,7 @@ def evaluate(
         gold token), agree (share of gold tokens), kept_entries and kept_bytes (shares of the full cache's), untouched,
         seconds of the prefill, compression and decoding, rows that decoded together, and the method's diagnostics.
     """
+    sample = asked(tokenizer, sample)
     encoded = encode(tokenizer, sample, limit)
     ids = torch.tensor([encoded.input_ids], device=model.device)
     gold = _gold(tokenizer, sample).to(model.device)
@@ -174,7 +175,7 @@ def _gold(tokenizer: Any, sample: Sample) -> Tensor:
     end = (
         [tokenizer.eos_token_id]
         if sample.chat
-        else tokenizer("\n", add_special_tokens=False)["input_ids"][:1]
+        else tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]  # Llama 2 puts a blank before it
     )
     return torch.tensor(ids + end)
 

@@ -39,7 +39,8 @@ def generate(
         raise UserError(f"--max-new-tokens {max_new_tokens} leaves no answer; give at least 1")
     if retain is None and budget is None:
         retain = 0.25
-    model, tokenizer = load(model_name, device=device, dtype=dtype)
+    with torch.inference_mode(False):  # weights made in inference mode cannot be differentiated through
+        model, tokenizer = load(model_name, device=device, dtype=dtype)
     sample = Sample("prompt", "prompt", "single-doc", prompt, (), "exact", max_new_tokens, True, False)
     limit = getattr(model.config, "max_position_embeddings", 1 << 30) - max_new_tokens
     if limit < 1:

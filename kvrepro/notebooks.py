@@ -9,12 +9,13 @@ empty: it saves none).  It computes nothing itself: it runs a profile, asks the 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import nbformat
 import pandas as pd
 
-from . import analyses, plots, profiles, results, runner
+from . import analyses, plots, profiles, results, runner, studies
 from .errors import UserError
 from .progress import progress
 
@@ -27,11 +28,34 @@ def profile_here(default: str = "quick") -> str:
     return os.environ.get("KVREPRO_PROFILE", default)
 
 
-def records(profile: str, model: str, device: str, retain: float | None = None) -> pd.DataFrame:
-    """Stored results of a profile at one retention; what is missing is run first."""
-    out = ROOT / "results" / (profile if device == "cpu" else f"{profile}-{device.partition(':')[0]}")
-    runner.run(profile, model, out=out, device=device, retain=None if retain is None else [retain])
+def records(
+    profile: str, model: str, device: str, retain: float | None = None, study: str | None = None
+) -> pd.DataFrame:
+    """Results of a profile, or of a study at its size, at one retention.
+
+    Taken from ``results/`` where a run has begun there (what is missing is measured first), else from the records that
+    the repository carries in ``data/results/``, else measured now.
+    """
+    name = runner.folder(profile, model, device, study)
+    out = ROOT / "results" / name
+    carried = ROOT / "data" / "results" / name
+    if not out.exists() and retain is None and (carried / results.CARRIED).exists():
+        return analyses.at(results.load(carried))
+    chosen = profiles.load(profile) if study is None else studies.of(study, profile)
+    runner.run(chosen, model, out=out, device=device, retain=None if retain is None else [retain])
     return analyses.at(results.load(out), retain)
+
+
+def stored(profile: str, models: Sequence[str], device: str, study: str) -> dict[str, pd.DataFrame]:
+    """A study's records of other models, where there are some: nothing is measured."""
+    found = {}
+    for model in models:
+        name = runner.folder(profile, model, device, study)
+        for folder in (ROOT / "results" / name, ROOT / "data" / "results" / name):
+            if any((folder / file).exists() for file in (results.RECORDS, results.CARRIED)):
+                found[model] = analyses.at(results.load(folder))
+                break
+    return found
 
 
 def show(figure: plots.Figure, name: str, folder: str) -> plots.Figure:

@@ -32,7 +32,7 @@ def publish(folder: str | Path) -> list[Path]:
     tables = {
         "main_table": results.main_table(frame).reset_index(),
         "comparisons": pd.concat(
-            [analyses.compare(frame, name).assign(comparison=name) for name in analyses.COMPARISONS]
+            [analyses.compare(frame, name).assign(comparison=name) for name in analyses.answered(frame)]
         ),
         "summary": results.summary(frame),
     }

@@ -10,6 +10,9 @@ A run folder holds three files:
   first record. A folder takes no records made with other settings.
 - ``summary.csv``: one row a task, method and setting; always rebuilt whole.
 
+A folder that the repository carries (``data/results/``) holds ``records.csv.gz`` instead of the first: the same records
+without prompts' answers.  Both load alike.
+
 Averages are taken everywhere in the same way: a task is the mean over its samples, a category the mean over
 its tasks, and the average the mean over categories, so that a big task does not outvote a small one.
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gzip
 import hashlib
 import json
 import math
@@ -37,6 +41,7 @@ from kvrepro.errors import UserError
 from kvrepro.tasks.base import CATEGORIES
 
 RECORDS, RUN, SUMMARY = "records.jsonl", "run.json", "summary.csv"
+CARRIED = "records.csv.gz"  # what the repository carries of a run: no text, numbers to six digits
 
 METRICS = ("score", "nll", "kl", "agree", "kept_entries", "kept_bytes")
 SUMMARY_COLUMNS = ("task", "category", "method", "arm", "retain", "n", *METRICS)
@@ -54,6 +59,7 @@ ARMS = (
     "look-m",
     "weightedkv",
     "kvmerger",
+    "bifocal",
     "selkv",
     "selkv/evict",
     "selkv/merge-all",
@@ -64,8 +70,25 @@ ARMS = (
     "selkv/alpha-0.25",
     "selkv/alpha-1",
     "selkv/on-snapkv",
+    "selkv/on-bifocal",
+    "selkv/on-bifocal+gate",
+    "selkv/on-bifocal+gated-count",
+    "selkv/on-bifocal+merge-all",
+    "adjacent",
     "asymkv",
     "kvslimmer",
+    "kvslimmer/diagonal",
+    "kvslimmer/mass",
+    "kvslimmer/mean",
+    "kvslimmer/drop-lighter",
+    "kvslimmer/clamped",
+    "kvslimmer/ratio",
+    "kvslimmer/ratio-alpha-1",
+    "kvslimmer/no-bias",
+    "kvslimmer/plain-sum",
+    "kvslimmer/plain-mean",
+    "kvslimmer/mass-values",
+    "kvslimmer/as-key",
     "kvslimmer-released",
 )
 
@@ -300,6 +323,9 @@ def load(folder: str | os.PathLike[str]) -> pd.DataFrame:
         The folder is missing or holds no whole record, or a line other than the last is damaged.
     """
     path = Path(folder) / RECORDS
+    carried = Path(folder) / CARRIED
+    if carried.exists() and not path.exists():
+        return pd.read_csv(carried, low_memory=False).astype(dict.fromkeys(("retain", *METRICS), float))
     try:
         units, _ = _read(path)
     except OSError as error:
@@ -343,6 +369,20 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
     ]
     in_place = sorted(range(len(table)), key=places.__getitem__)
     return table.iloc[in_place][list(SUMMARY_COLUMNS)].reset_index(drop=True)
+
+
+def carry(folder: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:
+    """Write a run's records as a repository carries them: without answers, digests and versions, to six digits."""
+    frame = load(folder)
+    texts = [
+        column
+        for column in frame
+        if column in ("prediction", "digest", "group") or str(column).startswith("versions.")
+    ]
+    path = Path(to) / CARRIED
+    table = frame.drop(columns=texts).to_csv(index=False, float_format="%.6g")
+    write_atomic(path, gzip.compress(table.encode(), mtime=0))
+    return path
 
 
 def write_summary(folder: str | os.PathLike[str]) -> Path:
@@ -439,8 +479,10 @@ def one_each(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def rank(name: str, order: Sequence[str]) -> tuple[int, str]:
-    """Sort key of a name: its place in the given order, unknown names after it by alphabet."""
-    return (order.index(name) if name in order else len(order), name)
+    """Sort key of a name: its place in the given order; an unnamed arm goes with its method, an unknown name last."""
+    method = name.partition("/")[0]
+    known = next((x for x in (name, method) if x in order), None)
+    return (len(order) if known is None else order.index(known), "" if name == known else name)
 
 
 def in_order(names: Sequence[str] | pd.Index | pd.Series, order: Sequence[str]) -> list[str]:

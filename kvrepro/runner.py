@@ -19,11 +19,18 @@ from .progress import progress
 from .tasks.base import Sample
 
 Work = tuple[Sample, list[Any]]
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def folder(profile: str, model: str = DEFAULT_MODEL, device: str = "cpu", study: str | None = None) -> str:
+    """Name of the results folder of a run: one for each set of settings that cannot share one."""
+    parts = [profile, study, None if model == DEFAULT_MODEL else Path(model).name, device.partition(":")[0]]
+    return "-".join(part for part in parts if part and part != "cpu")
 
 
 def run(
     profile: str | profiles.Profile,
-    model: str = "smollm2-135m",
+    model: str = DEFAULT_MODEL,
     *,
     out: str | Path,
     device: str = "cpu",

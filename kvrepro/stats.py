@@ -10,6 +10,8 @@ Resampling n samples with replacement gives (n - 1) / n of the variance that the
 five samples a task that is a fifth too little. Each task's resampled means are therefore spread by sqrt(n /
 (n - 1)) around its mean (Rao and Wu, JASA 83, 1988). One sample has no spread at all: where a task has only
 one, bounds, standard error and detectable difference are NaN.
+
+Beside these, :func:`spearman`: a rank correlation over layers and heads, whose chance is the layers.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+from scipy.stats import rankdata
 
 from kvrepro.errors import UserError
 from kvrepro.results import one_each
@@ -134,6 +137,55 @@ def means(
     found = _intervals(frame, metrics, arms, None, n_boot, seed)
     rows = [{"metric": metric, "arm": arm, **asdict(interval)} for (metric, arm), interval in found.items()]
     return pd.DataFrame(rows).rename(columns={"diff": "mean"}).drop(columns="detectable")
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Spearman's rank correlation with its 95 % percentile interval; ``n`` points in ``clusters`` groups."""
+
+    rho: float
+    low: float
+    high: float
+    n: int
+    clusters: int
+
+
+def spearman(x: ArrayLike, y: ArrayLike, *, n_boot: int = 10_000, seed: int = 0) -> Correlation:
+    """Rank correlation of two quantities that come in groups, ties sharing their mean rank.
+
+    Members of a group (KV heads of a layer) are not independent, so the bootstrap resamples whole groups.
+
+    Parameters
+    ----------
+    x, y : array [clusters, members]
+        A row a group.
+    n_boot, seed
+        Resamples, and the seed of the resampling.
+
+    Returns
+    -------
+    Correlation
+        NaN where x or y is constant. Resamples in which one is are left out; bounds are NaN below three groups.
+    """
+    one, two = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    if one.ndim != 2 or one.shape != two.shape:
+        raise ValueError(f"x and y must be [clusters, members] alike, not {one.shape} and {two.shape}")
+    clusters = len(one)
+    rho = float(_rank_correlation(one.reshape(1, -1), two.reshape(1, -1))[0])
+    low = high = float("nan")
+    if clusters > 2 and not np.isnan(rho):
+        picks = np.random.default_rng(seed).integers(clusters, size=(n_boot, clusters))
+        draws = _rank_correlation(one[picks].reshape(n_boot, -1), two[picks].reshape(n_boot, -1))
+        low, high = (float(bound) for bound in np.nanpercentile(draws, [2.5, 97.5]))
+    return Correlation(rho, low, high, one.size, clusters)
+
+
+def _rank_correlation(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Spearman's rho of each row [.., n]; NaN where a row is constant."""
+    ranks = [rankdata(rows, axis=-1) for rows in (x, y)]
+    a, b = (rank - rank.mean(-1, keepdims=True) for rank in ranks)
+    scale = np.sqrt((a**2).sum(-1) * (b**2).sum(-1))
+    return np.divide((a * b).sum(-1), scale, out=np.full(len(x), np.nan), where=scale > 0)
 
 
 def _intervals(

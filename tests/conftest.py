@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvrepro.hf  # noqa: F401  registers the attention function
-from kvrepro import models
+from kvrepro import embedded, models
 from kvrepro.models import SUPPORTED
 
 torch.set_num_threads(2)
@@ -87,6 +87,16 @@ def tiny() -> Any:
 def smollm2() -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct and its tokenizer, float32 on the CPU. Shared: leave nothing on it."""
     return models.load("smollm2-135m", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> tuple[Any, Any]:
+    """Gemma-3-270M and its tokenizer, float32 on the CPU, where it was fetched before. Shared: leave nothing on it."""
+    if not (embedded.cache_dir() / embedded.MODELS["gemma3-270m"].folder).is_dir():
+        pytest.skip(
+            "gemma3-270m (253 MB, Gemma terms of use) is not in the model cache, and a test does not fetch it"
+        )
+    return models.load("gemma3-270m", dtype="float32")
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ selkv
     is routed.
  9. `union_size` exists only where a union is formed (GQA, select="selkv"); None elsewhere; 0 if m <= m_r.
 10. `log_r` is log R after the averaging over heads, before alpha.
-11. With select="snapkv" a prompt is left alone by SelKV's rule (n < w, n <= m_r or m >= n), m_r playing no
+11. With another selector's kept set a prompt is left alone by SelKV's rule (n < w, n <= m_r or m >= n), m_r playing no
     other part; a head's own set is its top-(m - window).
 kvslimmer
 12. "The first chunk takes the remainder": the first chunk holds n mod chunk tokens (a full chunk if that is
@@ -61,7 +61,14 @@ released and asymkv
 24. d of a slot with α(1-2α) = 0 is 0; the smoothed h enters d. Only 0/0 in the weight gives ½: a vanishing
     denominator under a numerator that is not 0 is left to overflow, as the code has no guard.
 25. Of K lowest pairs each deletes its second slot, so exactly K slots go; ties to the lower index.
-26. The running mean of AsymKV's g is the caller's: only the merge is here, keys before RoPE.
+26. AsymKV's g: a merged slot counts as many chunks as its elder member. Released: as h, by the chunk's index.
+27. The chunk's index counts the chunks that have a past, from 1: the code's own counter is 1 at the second chunk.
+28. Driven: all tokens but the last, with m - 1 slots; the statistics pass runs on every chunk with a past, whether
+    anything merges or not.
+ours
+29. bifocal: the vote of all queries is that of `sample` >= n, too. selkv on bifocal merges into any token it kept.
+30. adjacent: rules 13 and 14 hold, with s in the place of p: m = 1 is the newest token alone, and where both s
+    are 0 l weighs the keys.
 """
 
 from __future__ import annotations
@@ -272,7 +279,7 @@ def selkv(
 
     norm "l2" | "l1"; bias "none" | "ratio" | "count" | "gated-count"; route "drop" | "any";
     target "own" | "shared"; ratio "mean" | "ratio-of-sums" | "per-head" (on a shared kept set only);
-    select "selkv" | "snapkv".
+    select "selkv" | "snapkv" | "bifocal".
     Arms: evict is merge=False, bias="none"; merge-all is gate=False, bias="none".
     """
     v = array(v)
@@ -289,6 +296,8 @@ def selkv(
     own: list[list[int]]
     if select == "snapkv":
         kept, own = snapkv_selection(by_head, kv_heads, m, snap_w, snap_kernel, snap_pool, "sum")
+    elif select == "bifocal":
+        kept = own = bifocal(q, k, v, scaling, m)["kept"]
     elif m <= m_r:
         kept, own = [list(range(n - m, n))] * kv_heads, [[]] * kv_heads
         union_size = 0 if grouped else None
@@ -372,6 +381,52 @@ def selkv(
     return out
 
 
+# --- bifocal --------------------------------------------------------------------------------------
+
+
+def bifocal_score(
+    q: Any, k: Any, v: Any, scaling: float, *,
+    near: int = 40, phrase: int = 5, passage: int = 31, share: float = 1.0, far: float = 0.125,
+    sample: int | None = 256, norm: bool = True,
+) -> Array:  # fmt: skip
+    """The votes of the last `near` queries and of `sample` queries spread over the prompt, times ‖v‖; [Hkv, n]."""
+    v = array(v)
+    kv_heads, n, _ = v.shape
+    attention = over_group(causal_weights(q, k, scaling), kv_heads)  # [Hkv, n, n], A summed over the group
+    votes = np.zeros((kv_heads, n))
+    if near > 0:
+        pointed = np.zeros((kv_heads, n))
+        for h in range(kv_heads):
+            a = sum(attention[h, j] for j in range(max(0, n - near), n))
+            for kernel in (phrase, passage):
+                reached = pool(a, kernel, "max")
+                pointed[h] += reached / reached.sum()
+        joint = np.stack([x + share * sum(pointed) / kv_heads for x in pointed])
+        votes += np.stack([x / x.sum() for x in joint])
+    if far > 0:
+        voters = range(n)
+        if sample is not None and sample < n:  # the query in the middle of each of `sample` equal stretches
+            voters = [math.floor(Fraction(2 * i + 1, 2) * Fraction(n, sample)) for i in range(sample)]
+        for h in range(kv_heads):
+            a = sum(attention[h, j] for j in voters)
+            votes[h] += far * a / a.sum()
+    if norm:
+        for h in range(kv_heads):
+            for i in range(n):
+                votes[h, i] *= math.sqrt(float(v[h, i] @ v[h, i]))
+    return votes
+
+
+def bifocal(q: Any, k: Any, v: Any, scaling: float, m: int, *, recent: int = 16, **settings: Any) -> Result:
+    """The m - recent best tokens of each KV head outside the last `recent`, and those."""
+    n = array(k).shape[1]
+    if m >= n:
+        return everything(k, v)
+    last = min(recent, m)
+    score = bifocal_score(q, k, v, scaling, **settings)
+    return gather(k, v, [top(row, range(n - last), m - last) + list(range(n - last, n)) for row in score])
+
+
 # --- kvslimmer, as printed ------------------------------------------------------------------------
 
 
@@ -387,6 +442,8 @@ class Slot:
     column: int = -1  # its place in this chunk's weights; meaningless once merged in this step
     mass: float = 0.0  # Σ p over this chunk's queries and the group's heads
     composite: bool = False  # merged in an earlier round of this step
+    g: Any = 0.0  # [D], gradient of the loss by the key before RoPE, running mean (asymkv)
+    age: int = 0  # chunks in that mean
 
 
 @dataclass
@@ -515,7 +572,11 @@ def merge_pair(
         counts["dropped_l"] += int(light.l)
         return replace(heavy, mass=mass, composite=True)
 
-    if weights == "mass":
+    key, g = None, 0.0
+    if weights == "gradient":
+        key, g = asymkv_merge(s1.key, s2.key, s1.g, s2.g)
+        w1 = asymkv_merge(np.ones_like(s1.g), np.zeros_like(s1.g), s1.g, s2.g)[0]
+    elif weights == "mass":
         w1 = p1 / (p1 + p2)
     elif weights == "mean":
         w1 = s1.l / (s1.l + s2.l)
@@ -535,13 +596,15 @@ def merge_pair(
         "as-key": w1 * v1 + (1 - w1) * v2,
     }[values]
     return Slot(
-        key=w1 * s1.key + (1 - w1) * s2.key,
+        key=w1 * s1.key + (1 - w1) * s2.key if key is None else key,
         value=merged_value,
         position=heavy.position,
         l=s1.l + s2.l,
         rho=heavy.rho * (p1 + p2) / p_heavy,
         mass=mass,
         composite=True,
+        g=g,
+        age=s1.age,
     )
 
 
@@ -573,6 +636,52 @@ def hessian_weight(s1: Slot, s2: Slot, seen: list[Seen], exact: bool, counts: di
         counts["outside"] += 1
         return None
     return weight
+
+
+# --- adjacent: the merge of kvslimmer/mass, once, on the score of bifocal --------------------------
+
+
+def adjacent(
+    q: Any,
+    k: Any,
+    v: Any,
+    scaling: float,
+    m: int,
+    *,
+    cos: Any,
+    sin: Any,
+    bias: str = "log-l",
+    recent: int = 16,
+) -> Result:
+    """Neighbours with the lowest s1 + s2 merge until m entries are left; the last tokens stay. bias "log-l" | "none".
+
+    Also has `l` [Hkv, m].
+    """
+    k, v, cos, sin = array(k), array(v), array(cos), array(sin)
+    n = k.shape[1]
+    if m >= n:
+        return everything(k, v)
+    counts = {"merges": 0, "dropped_l": 0}
+    final = []
+    for h, score in enumerate(bifocal_score(q, k, v, scaling)):
+        slots = [Slot(unrotate(k[h, t], cos[t], sin[t]), v[h, t], t, mass=float(score[t])) for t in range(n)]
+        if m == 1:
+            final.append(slots[-1:])
+            counts["dropped_l"] += n - 1
+            continue
+        last = min(recent, m - 1)
+        final.append(merge_older(slots[: n - last], n - m, [], "mass", "mean-l", counts) + slots[n - last :])
+    l = np.array([[s.l for s in slots] for slots in final])
+    return {
+        "keys": np.array(
+            [[rotate(s.key, cos[s.position], sin[s.position]) for s in slots] for slots in final]
+        ),
+        "values": np.array([[s.value for s in slots] for slots in final]),
+        "bias": np.log(l) if bias == "log-l" else None,
+        "positions": np.array([[s.position for s in slots] for slots in final]),
+        "l": l,
+        "diagnostics": counts,
+    }
 
 
 # --- h2o, vatp, pyramidkv -------------------------------------------------------------------------
@@ -766,7 +875,10 @@ def asymkv_merge(k1: Any, k2: Any, g1: Any, g2: Any) -> tuple[Array, Array]:
     return key, g1 + g2
 
 
-def released_merge(k: Any, v: Any, l: Any, h_old: Any, a: Any, t: int, keep: int) -> Result:
+def released_merge(
+    k: Any, v: Any, l: Any, h_old: Any, a: Any, t: int, keep: int, *,
+    clamp: float = 5, recency: bool = True, smoothing: bool = True,
+) -> Result:  # fmt: skip
     """One merge of the released KVSlimmer, statistics given: the slots after the sinks go down to `keep`.
 
     k [Hkv, S, D] before RoPE, v [Hkv, S, D] sums, l [Hkv, S]; h_old [Hkv, S_old] the smoothed h of the first
@@ -787,11 +899,12 @@ def released_merge(k: Any, v: Any, l: Any, h_old: Any, a: Any, t: int, keep: int
         for i in range(slots):
             slope = share[g, i] * (1 - 2 * share[g, i])
             h[g, i] = slope * np.abs(v[g, i] - o).sum()
-            if i < h_old.shape[1]:
+            if i < h_old.shape[1] and smoothing:
                 h[g, i] = h[g, i] / t + (t - 1) / t * h_old[g, i]
             d[g, i] = h[g, i] / slope if slope != 0 else 0.0
     score = [
-        (a[:, i] + a[:, i + 1]).sum() / math.exp((i + 1) / gamma) * (l[:, i] + l[:, i + 1]).sum()
+        (a[:, i] + a[:, i + 1]).sum()
+        * ((l[:, i] + l[:, i + 1]).sum() / math.exp((i + 1) / gamma) if recency else 1.0)
         for i in range(slots - 1)
     ]
     begins = sorted(sorted(range(slots - 1), key=lambda i: (score[i], i))[: slots - keep])
@@ -812,7 +925,7 @@ def released_merge(k: Any, v: Any, l: Any, h_old: Any, a: Any, t: int, keep: int
             weights[g, pair] = w1
             new_k[g, i] = w1 * k[g, i] + w2 * k[g, i + 1]
             new_v[g, i] = v[g, i] + v[g, i + 1]
-            new_l[g, i] = min(l[g, i] + l[g, i + 1], 5)
+            new_l[g, i] = min(l[g, i] + l[g, i + 1], clamp)
             new_h[g, i] = w1**2 * h[g, i] + w2**2 * h[g, i + 1]
     held = {i + step for i in stay for step in ((0, 1) if i in begins else (0,))}
     return {
@@ -826,3 +939,200 @@ def released_positions(l: Any) -> tuple[Array, float]:
     """Released positions: cumsum(l) - l of slot 0 for the slots, Σ l for the first query; l of head 0."""
     l = array(l)[0]
     return np.cumsum(l) - l[0], float(l.sum())
+
+
+# --- driven: the outer loops of asymkv and of the released code -----------------------------------
+
+
+@dataclass
+class Layer:
+    """What one layer showed in a pass over a chunk of c tokens, after P stored slots."""
+
+    k: Array  # [Hkv, c, D], the chunk's keys, rotated
+    v: Array  # [Hkv, c, D]
+    p: Array  # [H, c, P + c], attention weights
+    g: Array | None  # [Hkv, P, D], gradient of the chunk's mean next-token loss by the stored rotated keys
+
+
+# look(past, start, stop, position, gradient) runs tokens start..stop-1, the first at `position`, over each layer's
+# past (keys [Hkv, P, D] rotated, values [Hkv, P, D], bias [Hkv, P]) and returns a Layer for each.
+Look = Any
+
+
+def driven_bounds(n: int, m: int, chunk: int | None, sinks: int) -> tuple[list[tuple[int, int]], int]:
+    """Chunks of n tokens under m slots, the first with the remainder, and the sinks used."""
+    chunk = max(1, min(512, m // 4) if chunk is None else min(chunk, m // 2))
+    first = n % chunk or chunk
+    return [(0, first), *((s, s + chunk) for s in range(first, n, chunk))], min(sinks, m // 8)
+
+
+def asymkv(
+    look: Look, n: int, m: int, tables: list[tuple[Array, Array]], *,
+    chunk: int | None = None, sinks: int = 32, values: str = "mean-l",
+) -> list[Result]:  # fmt: skip
+    """AsymKV on KVSlimmer's schedule: n tokens into m slots, for each layer; `tables` are each layer's cos and sin."""
+    bounds, sinks = driven_bounds(n, m, chunk, sinks)
+    stored: list[list[list[Slot]]] = [[] for _ in tables]  # layer, KV head, slot
+
+    def seen(layer: int) -> tuple[Array, Array, Array]:
+        cos, sin = tables[layer]
+        heads = stored[layer]
+        return (
+            np.array([[rotate(s.key, cos[s.position], sin[s.position]) for s in slots] for slots in heads]),
+            np.array([[s.value for s in slots] for slots in heads]),
+            np.array([[math.log(s.l) for s in slots] for slots in heads]),
+        )
+
+    counts = dict.fromkeys(("merges", "left_out", "no_mass", "denominator", "outside", "composite"), 0)
+    for start, stop in bounds:
+        past = None if not (stored[0] and stored[0][0]) else [seen(layer) for layer in range(len(tables))]
+        shown = look(past, start, stop, start, past is not None)
+        for layer, x in enumerate(shown):
+            cos, sin = tables[layer]
+            group = len(x.p) // len(x.k)
+            heads = stored[layer] or [[] for _ in x.k]
+            for h, slots in enumerate(heads):
+                for column, s in enumerate(slots):
+                    s.mass, s.composite = float(x.p[h * group : (h + 1) * group, :, column].sum()), False
+                    g = unrotate(x.g[h, column], cos[s.position], sin[s.position])
+                    s.g, s.age = (s.g * s.age + g) / (s.age + 1), s.age + 1
+                new = [
+                    Slot(unrotate(x.k[h, t - start], cos[t], sin[t]), x.v[h, t - start], t)
+                    for t in range(start, stop)
+                ]
+                surplus = max(0, len(slots) + len(new) - m)
+                if m <= 1:
+                    heads[h] = (slots + new)[len(slots) + len(new) - m :] if surplus else slots + new
+                else:
+                    older = merge_older(slots[sinks:], surplus, [], "gradient", values, counts)
+                    heads[h] = slots[:sinks] + older + new
+            stored[layer] = heads
+    return [
+        {
+            **dict(zip(("keys", "values", "bias"), seen(layer), strict=True)),
+            "positions": np.array([[s.position for s in slots] for slots in stored[layer]]),
+            "l": np.array([[s.l for s in slots] for slots in stored[layer]]),
+        }
+        for layer in range(len(tables))
+    ]
+
+
+def released(
+    look: Look, n: int, m: int, tables: list[tuple[Array, Array]], *,
+    chunk: int | None = None, sinks: int = 32, gradient: bool = False, one_pass: bool = False,
+    true_positions: bool = False, **settings: Any,
+) -> list[Result]:  # fmt: skip
+    """The released KVSlimmer (or AsymKV, with `gradient`): n tokens into m slots, for each layer.
+
+    Keys are kept before RoPE, values as sums, queries start at Σ l. `settings` go to `released_merge`.
+    Positions and keys of the result are those before a query at Σ l (`query`); `held` counts the distinct tokens.
+    """
+    bounds, sinks = driven_bounds(n, m, chunk, sinks)
+    layers: list[dict[str, Any]] = [
+        {} for _ in tables
+    ]  # k, v, l, places [Hkv, P, ...], h and g, tokens: a set a slot
+
+    def view(layer: int) -> tuple[Array, Array, Array]:
+        x, (cos, sin) = layers[layer], tables[layer]
+        at = (
+            x["places"]
+            if true_positions
+            else np.tile(released_positions(x["l"])[0].astype(int), (len(x["k"]), 1))
+        )
+        return rotate(x["k"], cos[at], sin[at]), x["v"] / x["l"][..., None], np.log(x["l"])
+
+    def query(start: int) -> list[int]:
+        return [start if true_positions or not x else int(released_positions(x["l"])[1]) for x in layers]
+
+    def looked(start: int, stop: int, with_gradient: bool) -> list[Layer]:
+        past = [view(layer) for layer in range(len(layers))] if layers[0] else None
+        return look(past, start, stop, query(start), with_gradient)
+
+    def shrink(
+        x: dict[str, Any], shown: Layer, t: int, keep: int, at: Array, table: tuple[Array, Array]
+    ) -> None:
+        heads, slots = x["l"].shape
+        a = shown.p.reshape(heads, -1, *shown.p.shape[1:]).sum(2).mean(1)[:, sinks:slots]
+        s = slice(sinks, None)
+        if gradient:
+            cos, sin = table
+            new = unrotate(shown.g, cos[at], sin[at])
+            old = x["g"].shape[1]
+            new[:, :old] = new[:, :old] / t + (t - 1) / t * x["g"]
+            x["g"] = new
+        if slots <= sinks:
+            return
+        out = released_merge(
+            x["k"][:, s],
+            x["v"][:, s],
+            x["l"][:, s],
+            x["h"],
+            a,
+            t,
+            min(keep - sinks, slots - sinks),
+            **settings,
+        )
+        begins = [i + sinks for i in out["begins"]]
+        stay = [i for i in range(slots) if i - 1 not in begins]
+        old_k, old_places, old_tokens = x["k"], x["places"], x["tokens"]
+        x["h"] = out["h"]
+        for name in ("k", "v", "l"):
+            x[name] = np.concatenate([x[name][:, :sinks], out[name]], 1)
+        x["tokens"] = [old_tokens[i] | (old_tokens[i + 1] if i in begins else set()) for i in stay]
+        places = old_places.copy()
+        for i in begins:
+            for h in range(heads):
+                later = a[h, i + 1 - sinks] >= a[h, i - sinks]
+                places[h, i] = old_places[h, i + 1] if later else old_places[h, i]
+        x["places"] = places[:, stay]
+        if gradient:
+            g = x["g"].copy()
+            k = old_k.copy()
+            for i in begins:
+                for h in range(heads):
+                    k[h, i], g[h, i] = asymkv_merge(
+                        old_k[h, i], old_k[h, i + 1], x["g"][h, i], x["g"][h, i + 1]
+                    )
+            x["k"], x["g"] = k[:, stay], g[:, stay]
+
+    for index, (start, stop) in enumerate(bounds):
+        size = stop - start
+        if index:
+            shown = looked(start, stop, gradient)
+            ats = [
+                x["places"]
+                if true_positions
+                else np.tile(released_positions(x["l"])[0].astype(int), (len(x["k"]), 1))
+                for x in layers
+            ]
+            begin = query(start)
+            for x, see, at, table in zip(layers, shown, ats, tables, strict=True):
+                if m == 1:
+                    x.clear()
+                else:
+                    shrink(x, see, index, m - size, at, table)
+        if not index or not one_pass:
+            begin = query(start)
+            shown = looked(start, stop, False)
+        for layer, (x, see) in enumerate(zip(layers, shown, strict=True)):
+            cos, sin = tables[layer]
+            at = range(begin[layer], begin[layer] + size)
+            heads = len(see.k)
+            fresh = {
+                "k": unrotate(see.k, cos[at], sin[at]), "v": see.v, "l": np.ones((heads, size)),
+                "places": np.tile(np.arange(start, stop), (heads, 1)),
+            }  # fmt: skip
+            for name, new in fresh.items():
+                x[name] = np.concatenate([x[name], new], 1) if name in x else new
+            x["tokens"] = x.get("tokens", []) + [{t} for t in range(start, stop)]
+            x.setdefault("h", np.zeros((heads, 0)))
+            x.setdefault("g", np.zeros((heads, 0, see.k.shape[-1])))
+    return [
+        {
+            **dict(zip(("keys", "values", "bias"), view(layer), strict=True)),
+            "upright": x["k"], "l": x["l"], "held": sum(map(len, x["tokens"])),
+            "positions": x["places"] if true_positions else released_positions(x["l"])[0][None],
+            "query": query(n)[layer],
+        }
+        for layer, x in enumerate(layers)
+    ]  # fmt: skip

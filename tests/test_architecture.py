@@ -16,7 +16,7 @@ LEVELS = [
     {"tasks"},
     {"attention", "results"},
     {"methods", "stats", "published", "models", "explain"},
-    {"hf", "plots", "vectors"},
+    {"hf", "plots", "vectors", "studies"},
     {"evaluate", "generate", "analyses"},
     {"runner", "measure", "demo"},
     {"notebooks"},

@@ -155,6 +155,35 @@ def test_column_mass_sums_the_last_queries_attention(shape: str, n: int, last: i
 
 
 @pytest.mark.parametrize("shape", HEADS)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize(
+    ("length", "n", "count"),
+    [(40, 40, 1), (40, 40, 7), (40, 40, 39), (40, 40, 40), (40, 40, 41), (40, 40, None), (40, 57, 7),
+     (QUERY_BLOCK + 45, QUERY_BLOCK + 45, QUERY_BLOCK + 14)],
+)  # fmt: skip
+def test_sampled_mass_sums_the_middle_query_of_each_stretch(
+    shape: str, softcap: float | None, length: int, n: int, count: int | None
+) -> None:
+    """Also of queries that follow on other entries, and of more of them than a block holds."""
+    query, keys, values = qkv(shape, length, n)
+    entries = Entries(keys[0], values[0], torch.arange(n)[None])
+    mass = Observed(query[0], SCALING, IDENTITY, softcap).sampled_mass(entries, count)
+    count = length if count is None else min(count, length)
+    kv_heads, heads = keys.shape[1], query.shape[1]
+    expected = np.zeros((heads, n))
+    for h in range(heads):
+        for i in range(count):
+            t = (2 * i + 1) * length // (2 * count)
+            seen = n - length + t + 1
+            logits = (keys[0, h * kv_heads // heads, :seen] @ query[0, h, t] * SCALING).numpy()
+            expected[h, :seen] += naive.softmax(
+                logits if softcap is None else softcap * np.tanh(logits / softcap)
+            )
+    assert mass.shape == (kv_heads, heads // kv_heads, n)
+    assert np.abs(mass.flatten(0, 1).numpy() - expected).max() < 1e-11
+
+
+@pytest.mark.parametrize("shape", HEADS)
 @pytest.mark.parametrize(("n", "width"), [(64, 32), (50, 32), (50, 7), (5, 32)])
 @pytest.mark.parametrize("kernel", [True, False])
 def test_bands_are_blocks_of_the_attention_matrix(shape: str, n: int, width: int, kernel: bool) -> None:

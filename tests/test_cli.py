@@ -34,7 +34,8 @@ def test_methods_and_models_are_listed(capsys: Any) -> None:
     assert code == 0 and all(name in out for name in available())
     assert {row["method"] for row in json.loads(call(capsys, "methods", "--json")[1])} == set(available())
     code, out, _ = call(capsys, "models", "--json")
-    assert code == 0 and "smollm2-135m" in {row["name"] for row in json.loads(out)}
+    licenses = {row["name"]: row["license"] for row in json.loads(out)}
+    assert code == 0 and licenses["smollm2-135m"] == "Apache-2.0" and "Gemma terms" in licenses["gemma3-270m"]
 
 
 @pytest.mark.parametrize("words", [

@@ -29,7 +29,7 @@ from kvrepro import KVCache, UserError, hf, make_cache
 from kvrepro.attention import Observed
 from kvrepro.entries import BLOCK, Entries
 from kvrepro.hf import Arm, CompressedLayer
-from kvrepro.methods import Budget, Method, make
+from kvrepro.methods import Budget, Method, StreamingLLM, make
 
 ONE_SHOT = ("full-folded", "streaming-llm", "streaming-llm/reindexed", "snapkv", "selkv", "selkv/evict",
             "selkv/merge-all+ratio", "selkv/reposition")  # fmt: skip
@@ -987,21 +987,23 @@ def test_a_driven_method_must_be_driven() -> None:
     """prefill() runs its passes; without them generate() says so.  Other methods need none."""
 
     @dataclass(frozen=True)
-    class Driven(Staircase):
+    class Driven(StreamingLLM):
         name = "driven-test"
         schedule = "driven"
 
-        def drive(self, model: Any, cache: Any, input_ids: Tensor) -> None:
-            cache.driven = input_ids.shape
+        def chunks(self, n: int, m: int) -> list[int]:
+            return [n - 7, 7]
 
-    model = model_of("llama")
+    model, prompt = model_of("llama"), tokens(60)
     cache = make_cache(model, Driven(), retain=0.5)
     with pytest.raises(UserError, match=r"kvrepro\.prefill"):
-        generate(model, tokens(60), cache)
-    kvrepro.prefill(model, cache, tokens(60)["input_ids"])
-    assert cache.driven == (1, 60)
+        generate(model, prompt, cache)
+    kvrepro.prefill(model, cache, prompt["input_ids"])
+    assert cache.get_seq_length() == 59 and cache.report()[0]["entries"] == 29
+    generate(model, prompt, cache, new=1)
+    assert cache.report()[0]["positions"].tolist() == [[*range(4), *range(34, 60)]]
     cache = make_cache(model, "selkv", retain=0.5)
-    kvrepro.prefill(model, cache, tokens(60)["input_ids"])
+    kvrepro.prefill(model, cache, prompt["input_ids"])
     assert cache.get_seq_length() == 0
 
 

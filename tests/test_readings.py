@@ -79,7 +79,7 @@ def test_differences_are_those_of_the_comparison(bias):
 def test_few_samples_are_said_and_one_sample_gives_no_verdict(bias):
     assert readings.caution(bias) == ""
     few = bias[bias["sample"].str.extract(r"/(\d+)$", expand=False).astype(int) < 12]
-    assert readings.reading(few, "bias").startswith("**Some tasks have only 2 samples: ")
+    assert readings.reading(few, "bias").startswith("**Only 12 samples: ")
     single = bias[bias["sample"].str.extract(r"/(\d+)$", expand=False).astype(int) < 6]
     assert set(verdicts(single).values()) == {"no interval (a task has one sample)"}
 
@@ -117,6 +117,22 @@ def test_settings_and_mechanics_are_tables_for_people(bias):
     assert readings.mechanics(bias, ["selkv"]).loc[
         "SelKV", "share of evicted tokens with a target"
     ] == pytest.approx(0.2)
+
+
+def test_kvslimmers_arms_are_judged_against_it():
+    frame = records({"kvslimmer": 0.4, "kvslimmer/diagonal": 0.4, "kvslimmer/mass": 0.4 + NOISE,
+                     "kvslimmer/mean": 0.5 + NOISE, "kvslimmer/drop-lighter": 0.3 + NOISE})  # fmt: skip
+    found = {
+        claim: verdict for (claim, metric), verdict in verdicts(frame, "hessian").items() if metric == "kl"
+    }
+    assert list(found.values()) == ["inconclusive", "inconclusive", "supported", "contradicted"]
+
+
+def test_asymkvs_value_ablation_stands_beside_ours():
+    table = readings.published_values()
+    assert table.loc["attention", ["symmetric V", "asymmetric V"]].tolist() == [14.99, 23.83]
+    assert table.index.tolist() == ["mean", "cardinality", "attention", "optimal k*"]
+    assert table["difference"].round(2).tolist() == [2.93, 3.01, 8.84, 3.22]
 
 
 def test_published_averages_hold_the_arms_that_have_some():

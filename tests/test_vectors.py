@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import naive
 import numpy as np
 import pytest
 import torch
-from test_methods import SELKV_ARMS, SLIMMER_ARMS
+from test_methods import naive_answer
 
 from kvrepro import vectors
 
@@ -40,42 +39,14 @@ def test_committed_answers_still_hold(written: Path, path: Path) -> None:
             assert value == now[name], name
 
 
-def reference(case: str, given: dict) -> dict:
-    """The naive loop's answer to the committed inputs."""
-    positions = torch.arange(vectors.TOKENS)
-    cos, sin = (table.numpy() for table in vectors.tables(positions, torch.float64))
-    arguments = (
-        *(np.array(given[x]) for x in ("queries", "keys", "values")),
-        given["scaling"],
-        given["budget"],
-    )
-    base, _, arm = case.partition("/")
-    if base == "selkv":
-        settings = {"select": "snapkv"} if arm == "on-snapkv" else SELKV_ARMS[arm]
-        return naive.selkv(*arguments, cos=cos, sin=sin, **settings)
-    if base == "kvslimmer":
-        return naive.kvslimmer(*arguments, cos=cos, sin=sin, **SLIMMER_ARMS[arm])
-    if base == "streaming-llm":
-        return naive.streaming_llm(*arguments, cos=cos, sin=sin, reindex=arm == "reindexed")
-    if base in ("h2o", "vatp", "weightedkv"):
-        return getattr(naive, base)(*arguments)
-    if base == "look-m":
-        return naive.lookm(*arguments, cos=cos, sin=sin, space=arm or "pre")
-    if base == "kvmerger":
-        return naive.kvmerger(*arguments, cos=cos, sin=sin, space=arm or "pre")
-    if base == "pyramidkv":
-        return naive.pyramidkv(*arguments, layer=0, layers=1)
-    if base == "snapkv":
-        return naive.snapkv(*arguments, **({"w": 64, "kernel": 5, "pool": "avg"} if arm else {}))
-    return naive.everything(*arguments[1:3])
-
-
 @pytest.mark.parametrize("shape", vectors.SHAPES)
 @pytest.mark.parametrize("case", vectors.cases())
 def test_the_naive_loop_agrees(case: str, shape: str) -> None:
     given = json.loads((FOLDER / f"inputs-{shape}.json").read_text())
     answer = json.loads((FOLDER / f"{case.replace('/', '+')}-{shape}.json").read_text())
-    expected = reference(case, given)
+    cos, sin = vectors.tables(torch.arange(vectors.TOKENS), torch.float64)
+    prompt = (np.array(given[name]) for name in ("queries", "keys", "values"))
+    expected = naive_answer(case, *prompt, given["scaling"], given["budget"], cos.numpy(), sin.numpy())
     assert np.array_equal(answer["positions"], expected["positions"])
     for name in ("keys", "values"):
         assert np.abs(np.array(answer[name]) - expected[name]).max() < 1e-10

@@ -58,6 +58,57 @@ CLAIMS = {
         Claim("the ratio bias beats counting", "selkv", "selkv/gate+count"),
         Claim("half of log R beats the whole of it", "selkv", "selkv/alpha-1"),
     ),
+    "hessian": (
+        Claim("the exact rule beats dropping the off-diagonal term", "kvslimmer", "kvslimmer/diagonal"),
+        Claim("the exact rule beats weighting keys by attention", "kvslimmer", "kvslimmer/mass"),
+        Claim("the exact rule beats the mean of the keys", "kvslimmer", "kvslimmer/mean"),
+        Claim("merging beats dropping the lighter of each pair", "kvslimmer", "kvslimmer/drop-lighter"),
+    ),
+    "values": (
+        Claim("values need the cardinality: a sum without it is worse", "kvslimmer", "kvslimmer/plain-sum"),
+        Claim(
+            "values need the cardinality: a plain mean without it is worse",
+            "kvslimmer",
+            "kvslimmer/plain-mean",
+        ),
+        Claim("values are summed, not weighted by attention", "kvslimmer", "kvslimmer/mass-values"),
+        Claim("values are treated otherwise than keys", "kvslimmer", "kvslimmer/as-key"),
+    ),
+    "released": (
+        Claim("the released code does what the paper prints", "kvslimmer-released", "kvslimmer"),
+        Claim(
+            "without its lost tokens the released code is better",
+            "kvslimmer-released/disjoint-pairs",
+            "kvslimmer-released",
+        ),
+        Claim("KVSlimmer beats AsymKV", "kvslimmer", "asymkv"),
+    ),
+    "gradient": (Claim("KVSlimmer beats AsymKV", "kvslimmer", "asymkv"),),
+    "merging": (
+        Claim("SelKV's merge beats its own eviction", "selkv", "selkv/evict"),
+        Claim(
+            "KVSlimmer's merge beats dropping the lighter of each pair", "kvslimmer", "kvslimmer/drop-lighter"
+        ),
+        Claim("AsymKV's merge beats dropping the lighter of each pair", "asymkv", "kvslimmer/drop-lighter"),
+        Claim("SelKV beats LOOK-M", "selkv", "look-m"),
+        Claim("SelKV beats PyramidKV", "selkv", "pyramidkv"),
+    ),
+    "selectors": (
+        Claim("Bifocal's eviction beats SelKV as printed", "bifocal", "selkv"),
+        Claim("Bifocal's eviction beats SnapKV", "bifocal", "snapkv"),
+        Claim("SelKV's merge and bias help on Bifocal's kept set", "selkv/on-bifocal", "bifocal"),
+        Claim("evicting beats merging adjacent tokens", "bifocal", "adjacent"),
+    ),
+    "positions": (
+        Claim("true positions are better for StreamingLLM", "streaming-llm", "streaming-llm/reindexed"),
+        Claim("true positions are better for SelKV", "selkv", "selkv/reposition"),
+    ),
+    "slimmer-bias": (
+        Claim("the count itself is right: clamping it at 5 is worse", "kvslimmer", "kvslimmer/clamped"),
+        Claim("the count beats SelKV's attention ratio", "kvslimmer", "kvslimmer/ratio"),
+        Claim("the count beats the whole attention ratio", "kvslimmer", "kvslimmer/ratio-alpha-1"),
+        Claim("merged slots need a bias at all", "kvslimmer", "kvslimmer/no-bias"),
+    ),
 }
 
 
@@ -102,15 +153,12 @@ def reading(frame: pd.DataFrame, *names: str) -> str:
     return caution(frame) + sentences(judged)
 
 
-def caution(frame: pd.DataFrame, least: int = 4) -> str:
-    """A sentence where some task has so few samples that an interval says nothing, else nothing."""
-    fewest = int(frame.groupby("task")["sample"].nunique().min())
-    if fewest >= least:
+def caution(frame: pd.DataFrame, least: int = 20) -> str:
+    """A sentence where the samples are so few that an interval says nothing, else nothing."""
+    n = frame["sample"].nunique()
+    if n >= least:
         return ""
-    return (
-        f"**Some tasks have only {fewest} sample{'s' * (fewest > 1)}: these numbers show that everything runs, "
-        "nothing else.**\n\n"
-    )
+    return f"**Only {n} samples: these numbers show that everything runs, nothing else.**\n\n"
 
 
 def sentences(judged: pd.DataFrame) -> str:
@@ -132,6 +180,9 @@ def sentences(judged: pd.DataFrame) -> str:
 def differences(comparison: pd.DataFrame) -> pd.DataFrame:
     """A comparison for reading: a row an arm, and for each metric the difference, its interval and what could be missed."""
     columns = {}
+    if comparison["baseline"].nunique() > 1:
+        baselines = comparison.drop_duplicates("arm").set_index("arm")["baseline"]
+        columns["minus", ""] = baselines.map(lambda arm: plots.look(arm).label)
     for metric, rows in comparison.groupby("metric", sort=False):
         name = f"{_name(metric)}, {plots.METRICS[str(metric)].unit}"
         rows = rows.set_index("arm")
@@ -151,6 +202,56 @@ def mechanics(frame: pd.DataFrame, arms: Sequence[str]) -> pd.DataFrame:
     )
     table.index = pd.Index([plots.look(arm).label for arm in arms], name="arm")
     return table
+
+
+CONSERVATION = {
+    "mass_share": "share: Σ l",
+    "tokens_held": "share: tokens held",
+    "merges": "merges",
+    "composite": "of merged slots",
+    "left_out": "queries left out",
+    "no_mass": "no attention",
+    "denominator": "vanishing denominator",
+    "outside": "weight outside 0 to 1",
+    "halves": "0/0",
+}
+
+
+def guards(frame: pd.DataFrame, arms: Sequence[str]) -> pd.DataFrame:
+    """What merging pairs lost, and how often its closed form had no answer: means over samples and layers."""
+    names = {f"diag.{name}": label for name, label in CONSERVATION.items() if f"diag.{name}" in frame}
+    table = frame[frame["arm"].isin(arms)].groupby("arm")[list(names)].mean()
+    table = table.reindex([arm for arm in arms if arm in table.index]).rename(columns=names)
+    table.index = pd.Index([plots.look(arm).label for arm in table.index], name="arm")
+    return table.dropna(axis=1, how="all")
+
+
+def merging(table: pd.DataFrame) -> pd.DataFrame:
+    """``analyses.merging`` for reading."""
+    return pd.DataFrame(
+        {
+            "difference [95 %]": table.apply(_difference, axis=1),
+            "n": table["n"],
+            "detectable": table.apply(_detectable, axis=1),
+        }
+    )
+
+
+def closer(frame: pd.DataFrame, arm: str, baseline: str, metric: str = "kl") -> str:
+    """How much closer to the full cache an arm is than a baseline: in all, and in each category and needle task."""
+    table = results.by_category(frame, metric).droplevel("retain")
+    change = table.loc[arm] / table.loc[baseline] - 1
+    tasks = frame[frame["arm"].isin((arm, baseline))].groupby(["task", "arm"])[metric].mean().unstack("arm")
+    needles = tasks[tasks.index.str.contains("needle")]
+    parts = pd.concat([change.drop("average"), needles[arm] / needles[baseline] - 1])
+    listed = ", ".join(f"{name} {_percent(share)}" for name, share in parts.items())
+    worse = ", ".join(f"{name} ({_percent(share)})" for name, share in parts.items() if share > 0)
+    pair = f"{_name(metric)} of {plots.look(arm).label} against {plots.look(baseline).label}"
+    return f"{pair}: **{_percent(change['average'])}** on average ({listed}). Worse {'in ' + worse if worse else 'nowhere'}."
+
+
+def _percent(share: float) -> str:
+    return f"{share:+.0%}".replace("-", "−")
 
 
 def headroom(frame: pd.DataFrame, low: float = 10) -> str:
@@ -176,6 +277,17 @@ def published_averages(arms: Sequence[str]) -> pd.DataFrame:
     """The papers' LongBench averages of some arms: a row an arm, a column a model and setting that has at least two."""
     empty = pd.DataFrame({"average": float("nan")}, index=pd.Index(arms, name="arm"))
     return published.beside(empty).drop(columns="here").dropna(how="all")
+
+
+def published_values() -> pd.DataFrame:
+    """AsymKV's value ablation, scores on MuSiQue: a row a rule for the keys' weights, a column a treatment of the values."""
+    table = published.load()
+    table = table[(table["paper"] == "AsymKV") & (table["benchmark"] == "MuSiQue")]
+    wide = table.pivot(index="method", columns="setting", values="value")
+    wide = wide.reindex(index=table["method"].unique(), columns=table["setting"].unique())
+    return wide.assign(difference=wide["asymmetric V"] - wide["symmetric V"]).rename_axis(
+        index="keys weighted by", columns=None
+    )
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
@@ -238,7 +350,7 @@ def _name(metric: object) -> str:
 
 def _against(comparison: pd.DataFrame) -> str:
     baselines = comparison["baseline"].unique()
-    return f"minus {plots.look(baselines[0]).label}" if len(baselines) == 1 else "minus its own eviction"
+    return f"minus {plots.look(baselines[0]).label}" if len(baselines) == 1 else ""
 
 
 def _published(claim: Claim) -> str:

@@ -23,7 +23,8 @@ from ..entries import Entries, gather
 from ..hf import make_cache
 from ..methods import make
 from ..methods.base import Budget
-from ..methods.kvslimmer import KVSlimmer, Slots
+from ..methods.kvslimmer import KVSlimmer
+from ..methods.pairs import Pairs
 from ..methods.selkv import Kept, Routes, SelKV
 from ..tasks.base import Sample
 from ..tasks.prompts import encode
@@ -336,26 +337,17 @@ class _Watched(KVSlimmer):
         default_factory=list, metadata={"doc": "", "source": "", "choices": None, "least": None}
     )
 
-    def _hessian_weights(
-        self,
-        slots: Slots,
-        first: Tensor,
-        share: Tensor,
-        head: int,
-        entries: Entries,
-        observed: Observed,
-        counts: Counter[str],
-    ) -> Tensor:
-        given = (slots, first, share, head, entries, observed)
-        exact = super()._hessian_weights(*given, counts)
-        diagonal = replace(KVSlimmer(), weights="diagonal")._hessian_weights(*given, Counter())
+    def pair_weights(self, pairs: Pairs) -> Tensor:
+        slots, first, observed = pairs.slots, pairs.first, pairs.observed
+        exact = super().pair_weights(pairs)
+        diagonal = KVSlimmer(weights="diagonal").pair_weights(replace(pairs, counts=Counter()))
         assert observed.probabilities is not None
         rows = observed.probabilities.shape[1]
         second = first + 1
         found = pd.DataFrame(
             {
                 "layer": observed.layer,
-                "head": head,
+                "head": pairs.head,
                 "first": slots.positions[first].tolist(),
                 "second": slots.positions[second].tolist(),
                 "l1": slots.mass[first].tolist(),
@@ -363,8 +355,8 @@ class _Watched(KVSlimmer):
                 "attention": ((slots.attention[first] + slots.attention[second]) / rows).tolist(),
                 "exact": exact.tolist(),
                 "diagonal": diagonal.tolist(),
-                "mass": share.tolist(),
-                "composite": (slots.composite[first] | slots.composite[second]).tolist(),
+                "mass": pairs.share.tolist(),
+                "composite": pairs.composite.tolist(),
             }
         )
         self.pairs.append(found)

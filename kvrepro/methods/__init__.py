@@ -10,11 +10,16 @@ from .pyramidkv import PyramidKV
 from .look_m import LookM
 from .weightedkv import WeightedKV
 from .kvmerger import KVMerger
+from .bifocal import Bifocal
 from .selkv import SelKV
+from .asymkv import AsymKV
 from .kvslimmer import KVSlimmer
+from .released import KVSlimmerReleased
+from .adjacent import Adjacent
 # isort: on
 
 __all__ = [
-    "H2O", "VATP", "Budget", "Full", "FullFolded", "KVMerger", "KVSlimmer", "LookM", "Method", "PyramidKV", "SelKV",
-    "SnapKV", "StreamingLLM", "WeightedKV", "available", "make", "method_class",
+    "H2O", "VATP", "Adjacent", "AsymKV", "Bifocal", "Budget", "Full", "FullFolded", "KVMerger", "KVSlimmer",
+    "KVSlimmerReleased", "LookM", "Method", "PyramidKV", "SelKV", "SnapKV", "StreamingLLM", "WeightedKV",
+    "available", "make", "method_class",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from ..attention import Observed
 from ..entries import Entries
 from ..errors import UserError
+from ..rope import Rope
 
 Diagnostics = dict[str, float]
 
@@ -100,7 +101,8 @@ class Method:
     schedule : "one-shot", "chunked" or "driven"
         one-shot: called once, after the prompt was attended to whole.  chunked: the layer splits the prompt by
         ``chunks`` and calls ``compress`` after each chunk has attended to what is stored.  driven: like chunked,
-        but needs passes of its own through the model (see ``kvrepro.prefill``).
+        but over all tokens but the last and with m - 1 entries, in passes of its own through the model
+        (``kvrepro.prefill``), because it needs ``gradient`` or ``rehearsal``.
     formula, paper : str
         For ``kvrepro explain``.
     arms : mapping
@@ -140,12 +142,32 @@ class Method:
         """Sizes that the budget fixes (recorded beside the diagnostics, once)."""
         return {}
 
+    def summary(self, entries: Entries, n: int) -> Diagnostics:
+        """What the entries left of n tokens amount to (recorded once, after the last chunk)."""
+        return {}
+
+    # What a driven method needs, which may depend on its settings
+
+    @property
+    def gradient(self) -> bool:
+        """Whether ``observed.gradient`` holds the gradient of the chunk's loss: a backward pass a chunk."""
+        return False
+
+    @property
+    def rehearsal(self) -> bool:
+        """Two passes a chunk: one for the statistics, after which the past shrinks to m - chunk; then one that attends
+        to the shrunken past and appends the chunk.  Otherwise one pass: attend, append, shrink the older entries to m.
+
+        ``compress`` is the same: it is given past and chunk, and returns m entries that end with the chunk.
+        """
+        return False
+
+    def place(self, entries: Entries, rope: Rope, seen: int) -> Entries:
+        """Where the entries of a driven method stand for the next queries, which begin at position ``seen``."""
+        return entries
+
     def compress(self, entries: Entries, observed: Observed, m: int) -> tuple[Entries, Diagnostics]:
         """Reduce ``entries`` to at most ``m``, from what the layer saw; diagnostics of chunks are summed."""
-        raise NotImplementedError
-
-    def drive(self, model: Any, cache: Any, input_ids: Any) -> None:
-        """The passes of a driven method over all tokens but the last; only driven methods have them."""
         raise NotImplementedError
 
     @property

@@ -16,10 +16,15 @@ from torch import Tensor
 from ..attention import QUERY_BLOCK, Observed, at_least_float32
 from ..entries import Entries, gather
 from .base import Diagnostics, Method, register, setting
+from .bifocal import Bifocal
 from .reposition import repositioned
 from .select import ODD, pool, top, top_and_recent
 from .snapkv import SnapKV
 
+SELECTORS: dict[str, SnapKV | Bifocal] = {
+    "snapkv": SnapKV(),
+    "bifocal": Bifocal(),
+}  # whose kept sets the merge works on, too
 MASS_FLOOR = 1e-8  # of a kept token's attention, before it divides
 
 
@@ -62,6 +67,10 @@ class SelKV(Method):
         "alpha-0.25": {"alpha": 0.25},
         "alpha-1": {"alpha": 1.0},
         "on-snapkv": {"select": "snapkv"},
+        "on-bifocal": {"select": "bifocal"},
+        "on-bifocal+gate": {"select": "bifocal", "bias": "none"},
+        "on-bifocal+gated-count": {"select": "bifocal", "bias": "gated-count"},
+        "on-bifocal+merge-all": {"select": "bifocal", "merge": "all", "bias": "none"},
         "reposition": {"reposition": True},
     }
 
@@ -70,7 +79,7 @@ class SelKV(Method):
     kernel: int = setting(5, "average pooling of the score along tokens", "paper (step 1)", ODD)
     norm: str = setting("l2", "norm of the value in the score", "our choice (VATP uses l1)", ("l2", "l1"))
     select: str = setting(
-        "selkv", "whose kept set the merge works on", "paper (plug-in)", ("selkv", "snapkv")
+        "selkv", "whose kept set the merge works on", "paper (plug-in)", ("selkv", *SELECTORS)
     )
     bucket: int = setting(
         32, "B: a token merges only within its bucket of positions", "paper (step 3)", least=1
@@ -121,8 +130,8 @@ class SelKV(Method):
     def _select(self, entries: Entries, observed: Observed, m: int) -> Kept:
         n, heads = len(entries), entries.kv_heads
         own = torch.zeros(heads, n, dtype=torch.bool, device=entries.keys.device)
-        if self.select == "snapkv":
-            index = SnapKV().select(entries, observed, m)
+        if self.select in SELECTORS:
+            index = SELECTORS[self.select].select(entries, observed, m)
             return Kept(index, own.scatter(1, index, True))
         score = self.score(entries, observed)
         if m <= self.recent:

@@ -31,9 +31,10 @@ class Profile:
     arms
         Arms of the experiment, by name.
     seed
-        Seed of everything random: the bootstrap and methods that draw.
-    bootstrap
-        Resamples for a confidence interval.
+        Seed of everything random: methods that draw.
+    studies
+        Size of the studies (see ``kvrepro.studies``), whose arms often need a prefill each: ``share`` of each task's
+        samples, and ``context``.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Profile:
     retain: tuple[float, ...]
     arms: tuple[str, ...]
     seed: int
-    bootstrap: int
+    studies: dict[str, float]
 
 
 def available() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvrepro.errors import UserError
@@ -15,6 +15,17 @@ class Encoded:
 
     input_ids: list[int]
     truncated: bool
+
+
+def asked(tokenizer: Any, sample: Sample) -> Sample:
+    """The sample as a model is asked it: a base model, which has no chat template, gets the prompt as it is.
+
+    Nothing but a line break then ends an answer, so where all gold answers are of one line, so is the prediction.
+    """
+    if not sample.chat or tokenizer.chat_template is not None:
+        return sample
+    one_line = not any("\n" in answer.strip() for answer in sample.answers)
+    return replace(sample, chat=False, first_line=sample.first_line or one_line)
 
 
 def encode(tokenizer: Any, sample: Sample, limit: int) -> Encoded:
@@ -52,7 +63,7 @@ def encode(tokenizer: Any, sample: Sample, limit: int) -> Encoded:
             tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:])
         )
         truncated = True
-    if sample.chat and tokenizer.chat_template is not None:
+    if asked(tokenizer, sample).chat:
         message = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     ids = list(tokenizer(prompt + sample.prefix, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,47 @@
+"""Adjacent: instead of evicting what a selector scores low, merge it into its neighbour (an operator for comparison; ours).
+
+KVSlimmer's merge, once, after a prefill with the full cache, on the score of ``bifocal``: the same entries as its eviction,
+but no token is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..attention import Observed
+from ..entries import Entries
+from .base import register, setting
+from .bifocal import Bifocal
+from .pairs import PairMerger, Pairs
+
+SELECTOR = Bifocal()
+
+
+@register
+@dataclass(frozen=True)
+class Adjacent(PairMerger):
+    """Merge the adjacent pairs that Bifocal's score rates lowest, keys by the score, values by l (ours)."""
+
+    name = "adjacent"
+    formula = (
+        "s = bifocal's score; lowest s1 + s2 merge: k* = (s1 k1 + s2 k2) / (s1 + s2) before RoPE, "
+        "v* = (l1 v1 + l2 v2) / (l1 + l2), l* = l1 + l2, s* = s1 + s2; bias = log l"
+    )
+    paper = "ours"
+    arms = {"no-bias": {"bias": "none"}}
+
+    bias: str = setting("log-l", "log l, or none", "KVSlimmer", ("log-l", "none"))
+
+    def older(self, entries: Entries, observed: Observed, m: int) -> range:
+        return range(len(entries) - min(SELECTOR.recent, m - 1))
+
+    def received(self, entries: Entries, observed: Observed) -> Tensor:
+        return SELECTOR.score(entries, observed)
+
+    def pair_weights(self, pairs: Pairs) -> Tensor:
+        return pairs.share
+
+    def bias_of(self, entries: Entries) -> Tensor | None:
+        return super().bias_of(entries) if self.bias == "log-l" else None

@@ -1,0 +1,73 @@
+"""Studies: arms for one question, on a share of a profile's samples; and what a repository carries of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from kvrepro import notebooks, profiles, results, runner, studies
+from kvrepro.errors import UserError
+from kvrepro.methods import available, make
+
+
+@pytest.mark.parametrize("name", studies.STUDIES)
+def test_every_arm_exists_and_the_full_cache_is_among_them(name: str) -> None:
+    arms = studies.STUDIES[name].arms
+    assert "full" in arms and len(set(arms)) == len(arms)
+    for arm in arms:
+        make(arm)
+
+
+def test_the_methods_study_has_every_method() -> None:
+    assert set(available()) - {"full-folded"} <= set(studies.STUDIES["methods"].arms)
+
+
+@pytest.mark.parametrize("profile", profiles.available())
+def test_a_study_takes_its_share_of_every_task(profile: str) -> None:
+    whole, part = profiles.load(profile), studies.of("positions", profile)
+    assert part.context == whole.studies["context"] and set(part.tasks) == set(whole.tasks)
+    for task, n in whole.tasks.items():
+        assert part.tasks[task] == max(1, round(whole.studies["share"] * n)) <= n
+
+
+def test_an_unknown_study_is_said() -> None:
+    with pytest.raises(UserError, match="unknown study 'nope'; known are methods"):
+        studies.of("nope", "quick")
+
+
+def test_each_setting_that_cannot_share_a_folder_has_its_own() -> None:
+    assert runner.folder("quick") == "quick"
+    assert runner.folder("quick", "a/b/Some-Model", "cuda:1", "slimmer") == "quick-slimmer-Some-Model-cuda"
+
+
+def test_carried_records_give_the_same_tables_and_no_text(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    runner.run("smoke", out=run, methods=["full", "selkv"], task_names=["needle-single"], limit=2, quiet=True)
+    path = results.carry(run, tmp_path)
+    there, back = results.load(run), results.load(tmp_path)
+    pd.testing.assert_frame_equal(results.main_table(back), results.main_table(there), rtol=1e-5)
+    pd.testing.assert_frame_equal(results.summary(back), results.summary(there), rtol=1e-5)
+    assert not {"prediction", "digest"} & set(back.columns)
+    first = path.read_bytes()
+    assert results.carry(run, tmp_path).read_bytes() == first  # the same bytes for the same records
+
+
+def test_notebooks_read_carried_records_only_where_no_run_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notebooks, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "run", lambda *_, **__: pytest.fail("measured although records are carried"))
+    carried = tmp_path / "data" / "results" / "quick-positions"
+    carried.mkdir(parents=True)
+    frame = pd.DataFrame(
+        {"sample": ["a"], "task": "t", "category": "code", "method": "selkv", "arm": "selkv", "retain": 0.25}
+        | dict.fromkeys(results.METRICS, 0.5)
+    )
+    frame.to_csv(carried / results.CARRIED, index=False)
+    assert list(notebooks.records("quick", "smollm2-135m", "cpu", study="positions")["arm"]) == ["selkv"]
+    monkeypatch.setattr(runner, "run", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("measured")))
+    (tmp_path / "results" / "quick-positions").mkdir(parents=True)
+    with pytest.raises(RuntimeError, match="measured"):
+        notebooks.records("quick", "smollm2-135m", "cpu", study="positions")
