@@ -48,7 +48,7 @@ notebooks: $(STAMP)  ## execute the notebooks into results/PROFILE/notebooks
 	$(NOTEBOOKS) --device $(DEVICE) --out $(OUT)/notebooks
 
 figures: $(STAMP)  ## redraw the figures from stored results, no model needed
-	$(BIN)/kvrepro figures $(OUT)
+	$(BIN)/kvrepro figures $(if $(wildcard $(OUT)/records.jsonl),$(OUT),data/$(OUT))
 
 demo: $(STAMP)  ## two minutes - one prompt, three methods, one figure
 	$(BIN)/kvrepro demo

@@ -16,7 +16,7 @@ from .methods import method_class
 
 METRICS = ("kl", "nll", "score")
 GQA, MHA = "smollm2-135m", "smollm2-135m-mha"  # one function, heads that share KV heads and heads that do not
-MAIN = ("full", "streaming-llm", "snapkv", "selkv/evict", "selkv", "selkv/on-snapkv", "kvslimmer")
+MAIN = ("full", "streaming-llm", "snapkv", "bifocal", "selkv/evict", "selkv", "selkv/on-snapkv", "kvslimmer")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ MERGES = ("selkv", "look-m", "weightedkv", "kvmerger", "kvslimmer", "asymkv")
 COMPARISONS = {
     "selkv_snapkv": Comparison("Does SelKV beat SnapKV?", ("selkv",), "snapkv"),
     "kvslimmer_streaming": Comparison("Does KVSlimmer beat StreamingLLM?", ("kvslimmer",), "streaming-llm"),
+    "bifocal_selkv": Comparison("Does Bifocal, which only selects, beat SelKV?", ("bifocal",), "selkv"),
     "gate_ablation": Comparison(
         "Does the gate help? SelKV's merges against evicting the same tokens",
         ("selkv/merge-all", "selkv/gate", "selkv/merge-all+ratio", "selkv"),

@@ -1,16 +1,19 @@
-"""Take a finished run as the one the repository shows: notebooks with outputs, tables, and the README's numbers.
+"""Take finished runs as those the repository shows: records, tables, notebooks with outputs, and the README's numbers.
 
-    python -m kvrepro.publish results/quick
+    python -m kvrepro.publish results/quick results/quick-slimmer ...
 
-Writes notebooks/*.ipynb (executed, cleaned), data/results/PROFILE/*.csv and the marked block of README.md, so that no
-number in prose is typed by hand; a test compares the block with the tables.
+Writes data/results/FOLDER/ (records without answers, tables), notebooks/*.ipynb (executed, cleaned) where a folder holds
+them, and the marked block of README.md, so that no number in prose is typed by hand; a test compares the block with the
+tables.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pandas as pd
@@ -18,72 +21,116 @@ import pandas as pd
 from . import analyses, notebooks, plots, results
 
 ROOT = notebooks.ROOT
+TABLES = ROOT / "data" / "results"
 BEGIN, END = "<!-- results: written by python -m kvrepro.publish -->", "<!-- end of results -->"
 
+# What the README tells of the studies: (study, comparison, arm).
+HEADLINES = (
+    ("selectors", "selectors", "bifocal"),
+    ("selectors", "operators", "selkv/on-bifocal"),
+    ("slimmer", "weights_ablation", "kvslimmer/diagonal"),
+    ("slimmer", "weights_ablation", "kvslimmer/mass"),
+    ("slimmer", "weights_ablation", "kvslimmer/drop-lighter"),
+    ("slimmer", "slimmer_bias", "kvslimmer/clamped"),
+    ("slimmer", "slimmer_bias", "kvslimmer/ratio"),
+    ("released", "gradient", "kvslimmer"),
+    ("released", "printed_released", "kvslimmer-released"),
+    ("released", "deviations", "kvslimmer-released/disjoint-pairs"),
+    ("positions", "positions", "streaming-llm/reindexed"),
+    ("positions", "positions", "selkv/reposition"),
+)
 
-def publish(folder: str | Path) -> list[Path]:
-    """Copy what a run produced to where it is committed; returns the files written."""
-    folder = Path(folder)
-    run = json.loads((folder / results.RUN).read_text())
-    frame = analyses.at(results.load(folder))
-    run["dtype"] = str(frame["dtype"].iloc[0])
-    target = ROOT / "data" / "results" / run["profile"]
+
+def publish(folders: Sequence[str | Path]) -> list[Path]:
+    """Copy what runs produced to where it is committed; returns the files written."""
+    written = []
+    for folder in map(Path, folders):
+        written += _tables(folder, TABLES / folder.name)
+        for path in sorted((folder / "notebooks").glob("*.ipynb")):
+            written.append(notebooks.FOLDER / path.name)
+            nbformat.write(notebooks.cleaned(nbformat.read(path, as_version=4)), written[-1])
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    readme.write_text(before + BEGIN + "\n" + block(TABLES) + END + after)
+    return [*written, readme]
+
+
+def _tables(folder: Path, target: Path) -> list[Path]:
     target.mkdir(parents=True, exist_ok=True)
+    frame = analyses.at(results.load(folder))
+    run = json.loads((folder / results.RUN).read_text()) | {"dtype": str(frame["dtype"].iloc[0])}
+    compared = [analyses.compare(frame, name).assign(comparison=name) for name in analyses.answered(frame)]
     tables = {
         "main_table": results.main_table(frame).reset_index(),
-        "comparisons": pd.concat(
-            [analyses.compare(frame, name).assign(comparison=name) for name in analyses.answered(frame)]
-        ),
+        "comparisons": pd.concat(compared) if compared else pd.DataFrame(),
         "summary": results.summary(frame),
     }
-    written = []
+    written = [results.carry(folder, target)]
     for name, table in tables.items():
         written.append(target / f"{name}.csv")
         table.to_csv(written[-1], index=False, float_format="%.6g")
     written.append(target / results.RUN)
     written[-1].write_text(json.dumps(run, indent=2) + "\n")
-    for path in sorted((folder / "notebooks").glob("*.ipynb")):
-        written.append(notebooks.FOLDER / path.name)
-        nbformat.write(notebooks.cleaned(nbformat.read(path, as_version=4)), written[-1])
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    readme.write_text(before + BEGIN + "\n" + block(target) + END + after)
-    return [*written, readme]
+    return written
 
 
 def block(tables: Path) -> str:
     """The README's results in Markdown, from the committed tables."""
-    run = json.loads((tables / results.RUN).read_text())
-    main = pd.read_csv(tables / "main_table.csv")
-    main = main[main["arm"].isin(analyses.MAIN)]
+    run = json.loads((tables / "quick" / results.RUN).read_text())
+    main = pd.read_csv(tables / "quick" / "main_table.csv")
     lines = [
         f"Profile `{run['profile']}`, {run['model']}, {run['dtype']}, {int(main['n'].max())} samples in six "
         f"categories, a quarter of the entries kept:",
         "",
-        "| method | score | KL from full | NLL of gold | top-1 agreement | entries | bytes |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in main.to_dict("records"):
-        lines.append(
-            f"| {plots.look(row['arm']).label} | {row['average']:.1f} | {row['kl']:.3f} | {row['nll']:.3f} "
-            f"| {row['agree']:.3f} | {row['kept_entries']:.0%} | {row['kept_bytes']:.1%} |"
-        )
-    lines += [
+        *_table(main[main["arm"].isin(analyses.MAIN)]),
         "",
         "Paired differences in KL with 95 % bootstrap intervals (below 0: closer to the full cache; in brackets at the end the",
         "true difference that so many samples show with 80 % power):",
         "",
     ]
-    found = pd.read_csv(tables / "comparisons.csv")
+    found = pd.read_csv(tables / "quick" / "comparisons.csv")
     found = found[found["metric"] == "kl"].drop_duplicates(["arm", "baseline"])
-    for row in found.to_dict("records"):
-        verdict = "closer" if row["high"] < 0 else "farther" if row["low"] > 0 else "no difference seen"
-        lines.append(
-            f"- {plots.look(row['arm']).label} against {plots.look(row['baseline']).label}: {_signed(row['diff'])} "
-            f"[{_signed(row['low'])}, {_signed(row['high'])}], n = {row['n']}: {verdict} ({row['detectable']:.3f})"
-        )
+    lines += [_difference(row) for row in found.to_dict("records")]
+    every = tables / "quick-methods" / "main_table.csv"
+    if every.exists():
+        table = pd.read_csv(every)
+        lines += [
+            "", f"Every method, {int(table['n'].max())} samples of at most 1,024 tokens (study `methods`):", "", *_table(table)
+        ]  # fmt: skip
+    told = [line for headline in HEADLINES for line in _headline(tables, *headline)]
+    if told:
+        lines += ["", "From the studies, on samples of at most 1,024 tokens:", "", *told]
     return "\n".join(lines) + "\n"
+
+
+def _table(main: pd.DataFrame) -> list[str]:
+    return [
+        "| method | score | KL from full | NLL of gold | top-1 agreement | entries | bytes |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {plots.look(row['arm']).label} | {row['average']:.1f} | {row['kl']:.3f} | {row['nll']:.3f} "
+            f"| {row['agree']:.3f} | {row['kept_entries']:.0%} | {row['kept_bytes']:.1%} |"
+            for row in main.to_dict("records")
+        ),
+    ]
+
+
+def _headline(tables: Path, study: str, comparison: str, arm: str) -> list[str]:
+    path = tables / f"quick-{study}" / "comparisons.csv"
+    if not path.exists():
+        return []
+    found = pd.read_csv(path)
+    found = found[(found["comparison"] == comparison) & (found["arm"] == arm) & (found["metric"] == "kl")]
+    return [_difference(row) for row in found.to_dict("records")]
+
+
+def _difference(row: dict[Any, Any]) -> str:
+    verdict = "closer" if row["high"] < 0 else "farther" if row["low"] > 0 else "no difference seen"
+    return (
+        f"- {plots.look(str(row['arm'])).label} against {plots.look(str(row['baseline'])).label}: {_signed(row['diff'])} "
+        f"[{_signed(row['low'])}, {_signed(row['high'])}], n = {row['n']}: {verdict} ({row['detectable']:.3f})"
+    )
 
 
 def _signed(number: float) -> str:
@@ -91,5 +138,5 @@ def _signed(number: float) -> str:
 
 
 if __name__ == "__main__":
-    for path in publish(sys.argv[1]):
+    for path in publish(sys.argv[1:]):
         print(path.relative_to(ROOT))

@@ -1,8 +1,8 @@
-"""The questions that need arms of their own: larger grids, on a share of a profile's samples.
+"""The questions that need arms of their own: larger grids, on fewer samples.
 
 kvrepro run --profile quick --study slimmer      into results/quick-slimmer
 
-A profile says how much is run (``studies``: a share of each task's samples, and a context), a study which arms.
+A profile says how much is run (``studies``: samples of each task, and a context), a study which arms.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ STUDIES = {
 
 
 def of(study: str, profile: str) -> profiles.Profile:
-    """The profile that runs a study: its share of the samples, its context, and its arms.
+    """The profile that runs a study: fewer samples, its own context, and its arms.
 
     Raises
     ------
@@ -73,6 +73,6 @@ def of(study: str, profile: str) -> profiles.Profile:
     if study not in STUDIES:
         raise UserError(f"unknown study {study!r}; known are {', '.join(STUDIES)}")
     whole = profiles.load(profile)
-    share, context = whole.studies["share"], int(whole.studies["context"])
-    tasks = {task: min(n, max(1, round(share * n))) for task, n in whole.tasks.items()}
+    tasks = {task: min(n, whole.studies["samples"]) for task, n in whole.tasks.items()}
+    context = whole.studies["context"]
     return replace(whole, name=f"{profile}-{study}", context=context, tasks=tasks, arms=STUDIES[study].arms)

@@ -642,25 +642,18 @@ def hessian_weight(s1: Slot, s2: Slot, seen: list[Seen], exact: bool, counts: di
 
 
 def adjacent(
-    q: Any,
-    k: Any,
-    v: Any,
-    scaling: float,
-    m: int,
-    *,
-    cos: Any,
-    sin: Any,
-    bias: str = "log-l",
-    recent: int = 16,
-) -> Result:
-    """Neighbours with the lowest s1 + s2 merge until m entries are left; the last tokens stay. bias "log-l" | "none".
+    q: Any, k: Any, v: Any, scaling: float, m: int, *, cos: Any, sin: Any,
+    bias: str = "log-l", sinks: int = 32, recent: int = 16,
+) -> Result:  # fmt: skip
+    """Neighbours with the lowest s1 + s2 merge until m entries are left, but not the first and last tokens.
 
-    Also has `l` [Hkv, m].
+    bias "log-l" | "none"; `sinks` is cut to m // 8, `recent` to m // 2. The result also has `l` [Hkv, m].
     """
     k, v, cos, sin = array(k), array(v), array(cos), array(sin)
     n = k.shape[1]
     if m >= n:
         return everything(k, v)
+    first, last = min(sinks, m // 8), n - min(recent, m // 2)
     counts = {"merges": 0, "dropped_l": 0}
     final = []
     for h, score in enumerate(bifocal_score(q, k, v, scaling)):
@@ -669,8 +662,8 @@ def adjacent(
             final.append(slots[-1:])
             counts["dropped_l"] += n - 1
             continue
-        last = min(recent, m - 1)
-        final.append(merge_older(slots[: n - last], n - m, [], "mass", "mean-l", counts) + slots[n - last :])
+        older = merge_older(slots[first:last], n - m, [], "mass", "mean-l", counts)
+        final.append(slots[:first] + older + slots[last:])
     l = np.array([[s.l for s in slots] for slots in final])
     return {
         "keys": np.array(

@@ -310,16 +310,16 @@ def test_bifocal_arms_differ() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bias", ["log-l", "none"])
+@pytest.mark.parametrize("settings", [{}, {"bias": "none"}, {"sinks": 0}, {"sinks": 3}])
 @pytest.mark.parametrize(
     ("n", "m", "ties"),
     [(90, 89, True), (90, 45, True), (83, 21, False), (83, 17, False), (83, 16, True), (83, 7, False), (40, 2, False),
      (40, 1, False)],
 )  # fmt: skip
-def test_adjacent(shape: str, bias: str, n: int, m: int, ties: bool) -> None:
+def test_adjacent(shape: str, settings: dict[str, Any], n: int, m: int, ties: bool) -> None:
     q, k, v = prompt(shape, n, seed=n + m, ties=ties)
-    reference = naive.adjacent(q, k, v, SCALING, m, **rotary(n), bias=bias)
-    entries, diagnostics, _ = run(methods.make("adjacent", bias=bias), q, k, v, m)
+    reference = naive.adjacent(q, k, v, SCALING, m, **rotary(n), **settings)
+    entries, diagnostics, _ = run(methods.make("adjacent", **settings), q, k, v, m)
     check(entries, reference)
     assert np.array_equal(entries.mass, reference["l"])
     assert diagnostics["dropped_mass"] == reference["diagnostics"]["dropped_l"]

@@ -331,7 +331,7 @@ def test_what_became_of_every_token(
     q, k = (torch.randn(x, n, 4, generator=random).double() for x in shape)
     v = torch.eye(n).double().expand(shape[1], n, n)
     prompt = Prompt(q, k, v, max(2, int(share * n)), rope_of(4), 0.5, 0, 1, False)
-    method = methods.make(case, **({} if case == "adjacent" else {"sinks": 1}))
+    method = methods.make(case, sinks=1)
     entries, found, _ = prompt.compress(method)
     assert entries.mass is not None
     tokens = entries.mass[..., None] * entries.values  # [Hkv, m, n], 1 where a slot stands for a token

@@ -7,7 +7,7 @@ import re
 
 import pandas as pd
 
-from kvrepro import analyses, publish, results
+from kvrepro import analyses, publish, results, runner, studies
 
 TABLES = publish.ROOT / "data" / "results" / "quick"
 README = (publish.ROOT / "README.md").read_text()
@@ -15,7 +15,7 @@ README = (publish.ROOT / "README.md").read_text()
 
 def test_the_readme_shows_the_committed_results() -> None:
     shown = README.split(publish.BEGIN)[1].split(publish.END)[0].strip()
-    assert shown == publish.block(TABLES).strip()
+    assert shown == publish.block(TABLES.parent).strip()
 
 
 def test_the_committed_results_are_of_the_whole_profile() -> None:
@@ -40,3 +40,20 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     for document in ("README.md", "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)#:]+)\)", (publish.ROOT / document).read_text()):
             assert (publish.ROOT / target).exists(), f"{document}: {target}"
+
+
+def test_every_headline_is_a_comparison_of_its_study() -> None:
+    for study, comparison, arm in publish.HEADLINES:
+        chosen = analyses.COMPARISONS[comparison]
+        assert arm in chosen.arms
+        assert {x for pair in chosen.pairs for x in pair} <= set(studies.STUDIES[study].arms), comparison
+
+
+def test_what_is_carried_of_each_run_is_whole_and_holds_no_text() -> None:
+    for folder in sorted(TABLES.parent.iterdir()):
+        frame = results.load(folder)
+        assert not {"prediction", "digest"} & set(frame.columns), folder.name
+        run = json.loads((folder / results.RUN).read_text())
+        assert runner.folder(run["profile"], run["model"]) == folder.name
+        table = pd.read_csv(folder / "main_table.csv").set_index("arm")
+        assert results.main_table(analyses.at(frame))["kl"].round(4).equals(table["kl"].round(4)), folder.name

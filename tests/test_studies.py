@@ -1,4 +1,4 @@
-"""Studies: arms for one question, on a share of a profile's samples; and what a repository carries of a run."""
+"""Studies: arms for one question, on fewer samples; and what a repository carries of a run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def test_the_methods_study_has_every_method() -> None:
 
 
 @pytest.mark.parametrize("profile", profiles.available())
-def test_a_study_takes_its_share_of_every_task(profile: str) -> None:
+def test_a_study_takes_some_samples_of_every_task(profile: str) -> None:
     whole, part = profiles.load(profile), studies.of("positions", profile)
     assert part.context == whole.studies["context"] and set(part.tasks) == set(whole.tasks)
     for task, n in whole.tasks.items():
-        assert part.tasks[task] == max(1, round(whole.studies["share"] * n)) <= n
+        assert part.tasks[task] == min(whole.studies["samples"], n)
 
 
 def test_an_unknown_study_is_said() -> None:

@@ -240,14 +240,15 @@ def merging(table: pd.DataFrame) -> pd.DataFrame:
 def closer(frame: pd.DataFrame, arm: str, baseline: str, metric: str = "kl") -> str:
     """How much closer to the full cache an arm is than a baseline: in all, and in each category and needle task."""
     table = results.by_category(frame, metric).droplevel("retain")
-    change = table.loc[arm] / table.loc[baseline] - 1
+    change = pd.Series(table.loc[arm] / table.loc[baseline] - 1)
     tasks = frame[frame["arm"].isin((arm, baseline))].groupby(["task", "arm"])[metric].mean().unstack("arm")
     needles = tasks[tasks.index.str.contains("needle")]
     parts = pd.concat([change.drop("average"), needles[arm] / needles[baseline] - 1])
-    listed = ", ".join(f"{name} {_percent(share)}" for name, share in parts.items())
+    listed = ", ".join(f"{name} {_percent(share)}" for name, share in parts.astype(float).items())
     worse = ", ".join(f"{name} ({_percent(share)})" for name, share in parts.items() if share > 0)
     pair = f"{_name(metric)} of {plots.look(arm).label} against {plots.look(baseline).label}"
-    return f"{pair}: **{_percent(change['average'])}** on average ({listed}). Worse {'in ' + worse if worse else 'nowhere'}."
+    average = _percent(float(change["average"]))
+    return f"{pair}: **{average}** on average ({listed}). Worse {'in ' + worse if worse else 'nowhere'}."
 
 
 def _percent(share: float) -> str:

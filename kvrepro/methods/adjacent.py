@@ -33,9 +33,10 @@ class Adjacent(PairMerger):
     arms = {"no-bias": {"bias": "none"}}
 
     bias: str = setting("log-l", "log l, or none", "KVSlimmer", ("log-l", "none"))
+    sinks: int = setting(32, "first tokens never merged, cut to m // 8", "KVSlimmer", least=0)
 
     def older(self, entries: Entries, observed: Observed, m: int) -> range:
-        return range(len(entries) - min(SELECTOR.recent, m - 1))
+        return range(min(self.sinks, m // 8), len(entries) - min(SELECTOR.recent, m // 2))
 
     def received(self, entries: Entries, observed: Observed) -> Tensor:
         return SELECTOR.score(entries, observed)

@@ -33,8 +33,8 @@ class Profile:
     seed
         Seed of everything random: methods that draw.
     studies
-        Size of the studies (see ``kvrepro.studies``), whose arms often need a prefill each: ``share`` of each task's
-        samples, and ``context``.
+        Size of the studies (see ``kvrepro.studies``), whose arms often need a prefill each: ``samples`` of each task,
+        at most, and ``context``.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Profile:
     retain: tuple[float, ...]
     arms: tuple[str, ...]
     seed: int
-    studies: dict[str, float]
+    studies: dict[str, int]
 
 
 def available() -> list[str]:
