@@ -1,7 +1,7 @@
 """Adjacent: instead of evicting what a selector scores low, merge it into its neighbour (an operator for comparison; ours).
 
-KVSlimmer's merge, once, after a prefill with the full cache, on the score of ``bifocal``: the same entries as its eviction,
-but no token is dropped.
+KVSlimmer's merge, once, after a prefill with the full cache, on the score of ``bifocal``: as many entries as its eviction
+keeps, but every token is in one of them (at m = 1 only the newest is).  Sinks and the last tokens never merge.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Adjacent(PairMerger):
     name = "adjacent"
     formula = (
         "s = bifocal's score; lowest s1 + s2 merge: k* = (s1 k1 + s2 k2) / (s1 + s2) before RoPE, "
-        "v* = (l1 v1 + l2 v2) / (l1 + l2), l* = l1 + l2, s* = s1 + s2; bias = log l"
+        "v* = (l1 v1 + l2 v2) / (l1 + l2), l* = l1 + l2, s* = s1 + s2 (l for s where s1 + s2 = 0); bias = log l; "
+        "not among the sinks and the last min(16, m // 2)"
     )
     paper = "ours"
     arms = {"no-bias": {"bias": "none"}}
