@@ -196,16 +196,27 @@ def merging(frames: Mapping[str, pd.DataFrame], metric: str = "kl", **boot: int)
     The last row pairs the samples of two models that compute the same function, with heads that share a kept set (GQA)
     and with heads that do not (MHA).
     """
-    rows, gains = [], []
-    for model, frame in frames.items():
-        rows.append(stats.compare(frame, [metric], ["selkv"], "selkv/evict", **boot).assign(model=model))
-        wide = frame[frame["arm"] == "selkv"].set_index("sample")
-        gain = wide[metric] - frame[frame["arm"] == "selkv/evict"].set_index("sample")[metric]
-        gains.append(wide.assign(arm=model, **{metric: gain}).reset_index())
+    rows = [
+        stats.compare(frame, [metric], ["selkv"], "selkv/evict", **boot).assign(model=model)
+        for model, frame in frames.items()
+    ]
     if {GQA, MHA} <= set(frames):
-        both = stats.compare(pd.concat(gains), [metric], [GQA], MHA, **boot)
+        both = gain({model: frames[model] for model in (GQA, MHA)}, [metric], "selkv", "selkv/evict", **boot)
         rows.append(both.assign(model="shared minus separate kept sets"))
     return pd.concat(rows, ignore_index=True).set_index("model")
+
+
+def gain(
+    frames: Mapping[str, pd.DataFrame], metrics: Sequence[str], arm: str, baseline: str, **boot: int
+) -> pd.DataFrame:
+    """An arm's difference from its baseline on the first of two models minus that on the second, sample by sample."""
+    differences = []
+    for model, frame in frames.items():
+        one, other = (frame[frame["arm"] == name].set_index("sample") for name in (arm, baseline))
+        change = {metric: one[metric] - other[metric] for metric in metrics}
+        differences.append(one.assign(arm=model, **change).reset_index())
+    first, second = frames
+    return stats.compare(pd.concat(differences), metrics, [first], second, **boot)
 
 
 def _ablation(name: str) -> Callable[[pd.DataFrame], plots.Figure]:

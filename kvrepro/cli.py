@@ -3,6 +3,7 @@
 kvrepro run --profile quick            measure a profile into results/quick
 kvrepro table results/quick            the main table
 kvrepro figures results/quick          draw the figures from stored results
+kvrepro claims                         what the papers claim, held against stored results
 kvrepro explain selkv                  what a method does, and who says so
 kvrepro generate --method selkv --retain 0.25 --prompt-file notes.txt
 """
@@ -81,6 +82,16 @@ def figures(given: argparse.Namespace) -> None:
 
     for path in analyses.draw(given.folder, given.to):
         print(path)
+
+
+def claims(given: argparse.Namespace) -> None:
+    from . import claims as module
+    from .measure import readings
+
+    judged = module.judge_all(
+        given.folder, profile=given.profile, model=given.model, device=given.device
+    )
+    print(json.dumps([one.as_dict() for one in judged]) if given.json else readings.claims_as_text(judged))
 
 
 def models(given: argparse.Namespace) -> None:
@@ -211,6 +222,15 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("figures", figures, "draw the figures from stored results, without a model")
     sub.add_argument("folder")
     sub.add_argument("--to", default="figures", help="where to write them (default: figures)")
+
+    sub = command("claims", claims, "what the papers claim, held against stored results, without a model")
+    sub.add_argument(
+        "folder", nargs="?", help="a run, or a folder of runs (default: results, else what the repository carries)"
+    )
+    sub.add_argument("--profile", default="quick", help="whose runs (default: quick)")
+    sub.add_argument("--model", default="smollm2-135m", help="the runs' model")
+    sub.add_argument("--device", default="cpu", help="the runs' device")
+    _json(sub)
 
     sub = command("models", models, "the models known by name")
     _json(sub)

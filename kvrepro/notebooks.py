@@ -52,7 +52,7 @@ def stored(profile: str, models: Sequence[str], device: str, study: str) -> dict
     for model in models:
         name = runner.folder(profile, model, device, study)
         for folder in (ROOT / "results" / name, ROOT / "data" / "results" / name):
-            if any((folder / file).exists() for file in (results.RECORDS, results.CARRIED)):
+            if results.holds(folder):
                 found[model] = analyses.at(results.load(folder))
                 break
     return found

@@ -3,8 +3,8 @@
     python -m kvrepro.publish results/quick results/quick-slimmer ...
 
 Writes data/results/FOLDER/ (records without answers, tables), notebooks/*.ipynb (executed, cleaned) where a folder holds
-them, and the marked block of README.md, so that no number in prose is typed by hand; a test compares the block with the
-tables.
+them, and the marked blocks of README.md, so that no number in prose is typed by hand; a test compares the blocks with what
+is carried.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Any
 import nbformat
 import pandas as pd
 
-from . import analyses, notebooks, plots, results
+from . import analyses, claims, models, notebooks, plots, profiles, results
+from .measure import asymmetry, readings
 
 ROOT = notebooks.ROOT
 TABLES = ROOT / "data" / "results"
 BEGIN, END = "<!-- results: written by python -m kvrepro.publish -->", "<!-- end of results -->"
+CLAIMS_BEGIN, CLAIMS_END = "<!-- claims: written by python -m kvrepro.publish -->", "<!-- end of claims -->"
 
 # What the README tells of the studies: (study, comparison, arm).
 HEADLINES = (
@@ -51,8 +53,10 @@ def publish(folders: Sequence[str | Path]) -> list[Path]:
             nbformat.write(notebooks.cleaned(nbformat.read(path, as_version=4)), written[-1])
     readme = ROOT / "README.md"
     text = readme.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    readme.write_text(before + BEGIN + "\n" + block(TABLES) + END + after)
+    for begin, content, end in ((BEGIN, block(TABLES), END), (CLAIMS_BEGIN, claims_block(TABLES), CLAIMS_END)):
+        before, after = text.split(begin)[0], text.split(end)[1]
+        text = before + begin + "\n" + content + end + after
+    readme.write_text(text)
     return [*written, readme]
 
 
@@ -67,6 +71,9 @@ def _tables(folder: Path, target: Path) -> list[Path]:
         "summary": results.summary(frame),
     }
     written = [results.carry(folder, target)]
+    if run["profile"] in profiles.available():  # the model's own, whatever the study
+        found = asymmetry.measure(*models.load(run["model"]), run["context"])
+        written.append(asymmetry.write(found.parts(), target))
     for name, table in tables.items():
         written.append(target / f"{name}.csv")
         table.to_csv(written[-1], index=False, float_format="%.6g")
@@ -102,6 +109,11 @@ def block(tables: Path) -> str:
     if told:
         lines += ["", "From the studies, on samples of at most 1,024 tokens:", "", *told]
     return "\n".join(lines) + "\n"
+
+
+def claims_block(tables: Path) -> str:
+    """The README's claims in Markdown, judged by the committed records."""
+    return readings.claims_as_markdown(claims.judge_all(tables))
 
 
 def _table(main: pd.DataFrame) -> list[str]:

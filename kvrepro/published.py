@@ -36,6 +36,7 @@ ARM_OF = {
     "AsymKV": "asymkv",
     "KVSlimmer": "kvslimmer",
 }
+RERUN_OF = {"AsymKV (rerun)": "asymkv"}  # what counts, too, where a difference is taken
 
 
 def load(folder: str | os.PathLike[str] = FOLDER) -> pd.DataFrame:
@@ -138,6 +139,23 @@ def beside(main_table: pd.DataFrame) -> pd.DataFrame:
             papers = ", ".join(rows["paper"].unique())
             columns[f"{papers}: {model} ({setting})"] = main_table.index.to_series().map(value_of)
     return pd.DataFrame(columns)
+
+
+def differences(arm: str, baseline: str) -> list[float]:
+    """Differences in average, arm minus baseline, wherever both stand side by side, in the order of the files."""
+    table = load()
+    table = table[table["metric"] == "average"]
+    table = table.assign(arm=table["method"].map(ARM_OF | RERUN_OF))
+    found = []
+    for _, rows in table.groupby(["model", "benchmark", "setting"], sort=False):
+        ours, theirs = (rows.loc[rows["arm"] == name, "value"] for name in (arm, baseline))
+        found += [round(float(one - other), 6) for one in ours for other in theirs]
+    return found
+
+
+def signed(number: float, digits: int = 2) -> str:
+    """A difference as text, with a true minus sign and no negative zero."""
+    return f"{round(number, digits) + 0.0:+.{digits}f}".replace("-", "−")
 
 
 def _row(cells: list[str], place: str) -> dict[str, str | float]:

@@ -347,6 +347,16 @@ def load(folder: str | os.PathLike[str]) -> pd.DataFrame:
     return frame.astype(dict.fromkeys(("retain", *METRICS), float))
 
 
+def holds(folder: str | os.PathLike[str]) -> bool:
+    """Tell whether a folder has records to load: carried ones, or a whole line (a run that has just begun has none)."""
+    if (Path(folder) / CARRIED).exists():
+        return True
+    try:
+        return b"\n" in (Path(folder) / RECORDS).read_bytes()
+    except OSError:
+        return False
+
+
 def summary(frame: pd.DataFrame) -> pd.DataFrame:
     """Average over samples: one row a task, method and setting.
 

@@ -139,6 +139,25 @@ def means(
     return pd.DataFrame(rows).rename(columns={"diff": "mean"}).drop(columns="detectable")
 
 
+def verdict(low: float, high: float) -> str:
+    """What a 95 % interval says of a claim that the truth lies above zero.
+
+    ``supported`` where all of it lies above, ``contradicted`` where all of it lies below, else ``inconclusive``;
+    ``no interval`` where a bound is NaN.
+    """
+    if np.isnan(low) or np.isnan(high):
+        return "no interval"
+    return "supported" if low > 0 else "contradicted" if high < 0 else "inconclusive"
+
+
+def together(verdicts: Sequence[str]) -> str:
+    """Of a claim in parts: supported if each is, contradicted if any is, else open."""
+    for open_or_wrong in ("contradicted", "no interval", "inconclusive"):
+        if open_or_wrong in verdicts:
+            return open_or_wrong
+    return "supported"
+
+
 @dataclass(frozen=True)
 class Correlation:
     """Spearman's rank correlation with its 95 % percentile interval; ``n`` points in ``clusters`` groups."""

@@ -35,7 +35,7 @@ def _arms_of(method: str, *but: str) -> tuple[str, ...]:
 STUDIES = {
     "methods": Study(
         "All methods at the same budget",
-        ("full", *(name for name in available() if name not in ("full", "full-folded")), "selkv/evict",
+        ("full", *(name for name in available() if name not in ("full", "full-folded", "adjacent")), "selkv/evict",
          "kvslimmer/drop-lighter"),
     ),
     "slimmer": Study(

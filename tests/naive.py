@@ -536,15 +536,17 @@ def kvslimmer(
 
 
 def merge_older(
-    older: list[Slot], surplus: int, seen: list[Seen], weights: str, values: str, counts: dict[str, int]
-) -> list[Slot]:
-    """Rounds of merges of the lightest neighbouring pairs until `surplus` slots are gone."""
+    older: list[Slot], surplus: int, seen: list[Seen], weights: str, values: str, counts: dict[str, int],
+    part: int = 1,
+) -> list[Slot]:  # fmt: skip
+    """Rounds of merges of the lightest neighbouring pairs until `surplus` slots are gone, 1 / `part` of the slots a round."""
     while surplus > 0:
+        most = max(1, len(older) // part)
         order = sorted(range(len(older) - 1), key=lambda i: (older[i].mass + older[i + 1].mass, i))
         used: set[int] = set()
         begins: set[int] = set()
         for i in order:
-            if surplus > 0 and i not in used and i + 1 not in used:
+            if surplus > 0 and len(begins) < most and i not in used and i + 1 not in used:
                 used |= {i, i + 1}
                 begins.add(i)
                 surplus -= 1
@@ -662,7 +664,7 @@ def adjacent(
             final.append(slots[-1:])
             counts["dropped_l"] += n - 1
             continue
-        older = merge_older(slots[first:last], n - m, [], "mass", "mean-l", counts)
+        older = merge_older(slots[first:last], n - m, [], "mass", "mean-l", counts, part=8)
         final.append(slots[:first] + older + slots[last:])
     l = np.array([[s.l for s in slots] for slots in final])
     return {

@@ -53,7 +53,7 @@ def test_only_comparisons_whose_arms_are_there_are_answered(tmp_path: Path) -> N
 def test_every_method_has_an_eviction_to_be_held_against() -> None:
     from kvrepro.studies import STUDIES
 
-    arms = set(STUDIES["methods"].arms) - {"full", "streaming-llm", "adjacent"}
+    arms = set(STUDIES["methods"].arms) - {"full", "streaming-llm"}
     assert set(analyses.EVICTION_OF) == arms
     assert set(analyses.EVICTION_OF.values()) <= set(STUDIES["methods"].arms)
 

@@ -18,7 +18,7 @@ LEVELS = [
     {"methods", "stats", "published", "models", "explain"},
     {"hf", "plots", "vectors", "studies"},
     {"evaluate", "generate", "analyses"},
-    {"runner", "measure", "demo"},
+    {"runner", "measure", "claims", "demo"},
     {"notebooks"},
     {"publish"},
     {"cli"},

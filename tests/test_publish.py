@@ -18,6 +18,11 @@ def test_the_readme_shows_the_committed_results() -> None:
     assert shown == publish.block(TABLES.parent).strip()
 
 
+def test_the_readme_shows_the_claims_as_the_committed_records_decide_them() -> None:
+    shown = README.split(publish.CLAIMS_BEGIN)[1].split(publish.CLAIMS_END)[0].strip()
+    assert shown == publish.claims_block(TABLES.parent).strip()
+
+
 def test_the_committed_results_are_of_the_whole_profile() -> None:
     from kvrepro import profiles
 

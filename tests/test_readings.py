@@ -39,7 +39,7 @@ def bias() -> pd.DataFrame:
 
 def test_a_lower_kl_supports_and_a_higher_one_contradicts(bias):
     found = verdicts(bias)
-    assert found["the ratio bias improves gated merging", "kl"] == "supported"
+    assert found["compensation is needed: the ratio bias improves gated merging", "kl"] == "supported"
     assert found["the ratio bias beats counting", "kl"] == "contradicted"
     assert found["half of log R beats the whole of it", "kl"] == "inconclusive"
 
@@ -47,7 +47,7 @@ def test_a_lower_kl_supports_and_a_higher_one_contradicts(bias):
 def test_a_higher_score_supports():
     frame = records({"selkv": 0.5, "selkv/gate": 0.5, "selkv/gate+count": 0.5, "selkv/alpha-1": 0.5}, score=3)
     frame.loc[frame["sample"].str.endswith("/7"), "score"] += 1
-    assert verdicts(frame)["the ratio bias improves gated merging", "score"] == "supported"
+    assert verdicts(frame)["compensation is needed: the ratio bias improves gated merging", "score"] == "supported"
 
 
 def test_sentences_give_the_difference_its_interval_and_what_could_be_missed(bias):
@@ -81,7 +81,7 @@ def test_few_samples_are_said_and_one_sample_gives_no_verdict(bias):
     few = bias[bias["sample"].str.extract(r"/(\d+)$", expand=False).astype(int) < 12]
     assert readings.reading(few, "bias").startswith("**Only 12 samples: ")
     single = bias[bias["sample"].str.extract(r"/(\d+)$", expand=False).astype(int) < 6]
-    assert set(verdicts(single).values()) == {"no interval (a task has one sample)"}
+    assert set(verdicts(single).values()) == {"no interval"}
 
 
 def test_headroom_names_the_categories_with_little_to_lose():

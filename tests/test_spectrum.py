@@ -378,7 +378,7 @@ def test_the_table_has_a_row_a_part_and_the_figures_show_it() -> None:
     ],
 )
 def test_a_claim_is_as_good_as_its_weakest_part(verdicts: list[str], whole: str) -> None:
-    assert asymmetry.together(verdicts) == whole
+    assert stats.together(verdicts) == whole
 
 
 @pytest.mark.parametrize(

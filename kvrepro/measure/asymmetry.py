@@ -10,8 +10,10 @@ keys and values are; a rank correlation over layers and KV heads says whether th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +33,7 @@ TEXTS = ("pydoc-default", "pydoc-retrieval", "pydoc-summary")
 RANKS = {"effective": effective_rank, "stable": stable_rank}
 GRID = torch.arange(33) / 32  # shares of the singular values at which the curves are drawn
 KINDS = ("key", "value", "key-apart", "value-apart")
+FILE = "asymmetry.csv"  # the parts of the claim, in a results folder
 
 
 class Projections(NamedTuple):
@@ -274,11 +277,11 @@ class Asymmetry:
             for part in SEEN:
                 holds = _by_layer(points, f"{part} holds")
                 estimate, low, high = _share(holds, n_boot, seed)
-                found.append(Part(part, rank, estimate, low, high, _verdict(low - 0.5, high - 0.5)))
+                found.append(Part(part, rank, estimate, low, high, stats.verdict(low - 0.5, high - 0.5)))
             for name, pairs in self.pairs(rank).groupby("part", sort=False):
                 x, y = _by_layer(pairs, "concentration"), _by_layer(pairs, "similarity")
                 rho = stats.spearman(x, y, n_boot=n_boot, seed=seed)
-                found.append(Part(str(name), rank, rho.rho, rho.low, rho.high, _verdict(rho.low, rho.high)))
+                found.append(Part(str(name), rank, rho.rho, rho.low, rho.high, stats.verdict(rho.low, rho.high)))
         return sorted(found, key=lambda row: list(PARTS).index(row.part))
 
     def table(self, parts: Sequence[Part] | None = None) -> pd.DataFrame:
@@ -301,7 +304,7 @@ class Asymmetry:
             but = f" (not all in {_listed(layers.index[count < heads])})" if (count < heads).any() else ""
             lines.append(f"- {PARTS[part]}: in {int(count.sum())} of {heads * len(layers)} heads{but}")
         reach = max(row.high for row in parts if row.part in EXPLAINED)
-        seen, explained = (together([verdicts[part] for part in some]) for some in (SEEN, EXPLAINED))
+        seen, explained = (stats.together([verdicts[part] for part in some]) for some in (SEEN, EXPLAINED))
         return (
             f"That Q and K are concentrated, V dispersed, adjacent keys alike and values not is **{seen}**: it is so in every "
             f"head of {len(whole)} of {len(layers)} layers (effective rank; exceptions: "
@@ -387,15 +390,16 @@ def agreed(parts: Sequence[Part]) -> dict[str, str]:
     }
 
 
-def together(verdicts: Sequence[str]) -> str:
-    """Of a claim whose parts are judged: supported if each is, contradicted if any is, else inconclusive."""
-    if all(verdict == "supported" for verdict in verdicts):
-        return "supported"
-    return "contradicted" if "contradicted" in verdicts else "inconclusive"
+def write(parts: Sequence[Part], folder: str | os.PathLike[str]) -> Path:
+    """Store :meth:`Asymmetry.parts` in a results folder."""
+    path = Path(folder) / FILE
+    pd.DataFrame(parts).to_csv(path, index=False, float_format="%.6g")
+    return path
 
 
-def _verdict(low: float, high: float) -> str:
-    return "supported" if low > 0 else "contradicted" if high < 0 else "inconclusive"
+def read(folder: str | os.PathLike[str]) -> list[Part]:
+    """What :func:`write` stored."""
+    return [Part(*row) for row in pd.read_csv(Path(folder) / FILE).itertuples(index=False)]
 
 
 def _by_layer(points: pd.DataFrame, column: str) -> NDArray[np.float64]:

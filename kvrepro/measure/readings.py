@@ -1,18 +1,13 @@
-"""What a table says, in tables for people and in sentences: no verdict is typed by hand.
-
-A claim of a paper names two arms and which is better.  It is **supported** where the 95 % interval of the paired
-difference lies on the claimed side of zero, **contradicted** where it lies on the other, and otherwise
-**inconclusive**: then ``detectable`` says how large a true difference these samples would have shown.
-"""
+"""What a table says, in tables for people and in sentences: no verdict is typed by hand (:mod:`kvrepro.claims`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pandas as pd
 
-from .. import plots, published, results, stats
+from .. import claims, plots, published, results
+from ..claims import Claim, Judged, better
 from ..explain import explain
 from ..tasks.base import CATEGORIES
 
@@ -28,88 +23,66 @@ MECHANICS = {
 }
 
 
-@dataclass(frozen=True)
-class Claim:
-    """That ``arm`` is better than ``baseline``: a paper says so, or its choice of a default implies it."""
-
-    text: str
-    arm: str
-    baseline: str
-
-
-CLAIMS = {
-    "main": (
-        Claim("SelKV beats SnapKV at the same budget", "selkv", "snapkv"),
-        Claim("KVSlimmer beats StreamingLLM at the same budget", "kvslimmer", "streaming-llm"),
-    ),
-    "plugin": (
-        Claim("merge and bias help on SelKV's own kept set", "selkv", "selkv/evict"),
-        Claim("merge and bias help on SnapKV's kept set", "selkv/on-snapkv", "snapkv"),
-    ),
-    "gate": (
-        Claim("merging everything hurts: evicting is better", "selkv/evict", "selkv/merge-all"),
-        Claim("the gate repairs merging", "selkv/gate", "selkv/merge-all"),
-        Claim("without a bias even gated merging loses: evicting is better", "selkv/evict", "selkv/gate"),
-        Claim("gate and bias together beat evicting", "selkv", "selkv/evict"),
-    ),
+MERGE_PAYS = better(
+    "KVSlimmer's merge beats dropping the lighter of each pair", "kvslimmer", "kvslimmer/drop-lighter"
+)
+# What notebooks judge, by section: claims of the papers by their id in data/claims.yaml, and choices that none states.
+CLAIMS: dict[str, tuple[str | Claim, ...]] = {
+    "main": ("selkv-above-snapkv", "kvslimmer-above-streaming-llm"),
+    "plugin": ("selkv-above-own-eviction", "selkv-plug-in"),
+    "gate": ("merging-all-hurts", "gate-helps", "gate-alone-loses", "selkv-above-own-eviction"),
     "bias": (
-        Claim("the ratio bias improves gated merging", "selkv", "selkv/gate"),
-        Claim("raw counts hurt: no bias is better", "selkv/gate", "selkv/gate+count"),
-        Claim("the ratio bias beats counting", "selkv", "selkv/gate+count"),
-        Claim("half of log R beats the whole of it", "selkv", "selkv/alpha-1"),
+        "compensation-needed",
+        "counts-hurt",
+        "ratio-above-count",
+        better("half of log R beats the whole of it", "selkv", "selkv/alpha-1"),
     ),
     "hessian": (
-        Claim("the exact rule beats dropping the off-diagonal term", "kvslimmer", "kvslimmer/diagonal"),
-        Claim("the exact rule beats weighting keys by attention", "kvslimmer", "kvslimmer/mass"),
-        Claim("the exact rule beats the mean of the keys", "kvslimmer", "kvslimmer/mean"),
-        Claim("merging beats dropping the lighter of each pair", "kvslimmer", "kvslimmer/drop-lighter"),
+        "exact-above-diagonal",
+        better("the exact rule beats weighting keys by attention", "kvslimmer", "kvslimmer/mass"),
+        better("the exact rule beats the mean of the keys", "kvslimmer", "kvslimmer/mean"),
+        MERGE_PAYS,
     ),
     "values": (
-        Claim("values need the cardinality: a sum without it is worse", "kvslimmer", "kvslimmer/plain-sum"),
-        Claim(
-            "values need the cardinality: a plain mean without it is worse",
-            "kvslimmer",
-            "kvslimmer/plain-mean",
-        ),
-        Claim("values are summed, not weighted by attention", "kvslimmer", "kvslimmer/mass-values"),
-        Claim("values are treated otherwise than keys", "kvslimmer", "kvslimmer/as-key"),
+        better("values need the cardinality: a sum without it is worse", "kvslimmer", "kvslimmer/plain-sum"),
+        better("values need the cardinality: a plain mean without it is worse", "kvslimmer", "kvslimmer/plain-mean"),
+        better("values are summed, not weighted by attention", "kvslimmer", "kvslimmer/mass-values"),
+        better("values are treated otherwise than keys", "kvslimmer", "kvslimmer/as-key"),
     ),
     "released": (
-        Claim("the released code does what the paper prints", "kvslimmer-released", "kvslimmer"),
-        Claim(
+        better("the released code does what the paper prints", "kvslimmer-released", "kvslimmer"),
+        better(
             "without its lost tokens the released code is better",
             "kvslimmer-released/disjoint-pairs",
             "kvslimmer-released",
         ),
-        Claim("KVSlimmer beats AsymKV", "kvslimmer", "asymkv"),
+        "kvslimmer-above-asymkv",
     ),
-    "gradient": (Claim("KVSlimmer beats AsymKV", "kvslimmer", "asymkv"),),
+    "gradient": ("kvslimmer-above-asymkv", "gradient-free"),
     "merging": (
-        Claim("SelKV's merge beats its own eviction", "selkv", "selkv/evict"),
-        Claim(
-            "KVSlimmer's merge beats dropping the lighter of each pair", "kvslimmer", "kvslimmer/drop-lighter"
-        ),
-        Claim("AsymKV's merge beats dropping the lighter of each pair", "asymkv", "kvslimmer/drop-lighter"),
-        Claim("SelKV beats LOOK-M", "selkv", "look-m"),
-        Claim("SelKV beats PyramidKV", "selkv", "pyramidkv"),
+        "selkv-above-own-eviction",
+        MERGE_PAYS,
+        better("AsymKV's merge beats dropping the lighter of each pair", "asymkv", "kvslimmer/drop-lighter"),
+        "selkv-above-look-m",
+        "selkv-above-pyramidkv",
     ),
     "selectors": (
-        Claim("Bifocal's eviction beats SelKV as printed", "bifocal", "selkv"),
-        Claim("Bifocal's eviction beats SnapKV", "bifocal", "snapkv"),
-        Claim("SelKV's merge and bias help on Bifocal's kept set", "selkv/on-bifocal", "bifocal"),
-        Claim("evicting beats merging adjacent tokens", "bifocal", "adjacent"),
+        better("Bifocal's eviction beats SelKV as printed", "bifocal", "selkv"),
+        better("Bifocal's eviction beats SnapKV", "bifocal", "snapkv"),
+        better("SelKV's merge and bias help on Bifocal's kept set", "selkv/on-bifocal", "bifocal"),
+        better("evicting beats merging adjacent tokens", "bifocal", "adjacent"),
     ),
     "positions": (
-        Claim("true positions are better for StreamingLLM", "streaming-llm", "streaming-llm/reindexed"),
-        Claim("true positions are better for SelKV", "selkv", "selkv/reposition"),
+        better("true positions are better for StreamingLLM", "streaming-llm", "streaming-llm/reindexed"),
+        better("true positions are better for SelKV", "selkv", "selkv/reposition"),
     ),
     "slimmer-bias": (
-        Claim("the count itself is right: clamping it at 5 is worse", "kvslimmer", "kvslimmer/clamped"),
-        Claim("the count beats SelKV's attention ratio", "kvslimmer", "kvslimmer/ratio"),
-        Claim("the count beats the whole attention ratio", "kvslimmer", "kvslimmer/ratio-alpha-1"),
-        Claim("merged slots need a bias at all", "kvslimmer", "kvslimmer/no-bias"),
+        better("the count itself is right: clamping it at 5 is worse", "kvslimmer", "kvslimmer/clamped"),
+        better("the count beats SelKV's attention ratio", "kvslimmer", "kvslimmer/ratio"),
+        better("the count beats the whole attention ratio", "kvslimmer", "kvslimmer/ratio-alpha-1"),
+        better("merged slots need a bias at all", "kvslimmer", "kvslimmer/no-bias"),
     ),
-}
+}  # fmt: skip
 
 
 def judge(
@@ -137,12 +110,12 @@ def judge(
         ``claim, metric, arm, baseline, diff, low, high, n, se, detectable, verdict, published``; diff is arm minus
         baseline, published the papers' own differences in score ("" where there are none).
     """
-    rows = []
-    for claim in CLAIMS[name]:
-        table = stats.compare(frame, metrics, [claim.arm], claim.baseline, n_boot=n_boot, seed=seed)
-        table.insert(0, "claim", claim.text)
-        table["verdict"] = [_verdict(row) for _, row in table.iterrows()]
-        table["published"] = [_published(claim) if metric == "score" else "" for metric in table["metric"]]
+    rows, known = [], claims.load()
+    for item in CLAIMS[name]:
+        claim = known[item] if isinstance(item, str) else item
+        table = claims.held(frame, claim, metrics, n_boot=n_boot, seed=seed)
+        table.insert(0, "claim", claim.claim)
+        table["published"] = [claim.told() if metric == "score" else "" for metric in table["metric"]]
         rows.append(table)
     return pd.concat(rows, ignore_index=True)
 
@@ -175,6 +148,87 @@ def sentences(judged: pd.DataFrame) -> str:
         beside = f" The papers' own difference in score: {told}." if told else ""
         lines.append(f"- *{claim}* ({pair}, n = {first['n']}). " + "; ".join(parts) + "." + beside)
     return "\n".join(lines)
+
+
+def verdict(judged: Judged) -> str:
+    """A claim's verdict in words: one where all measures agree, else by each; why not where it was not tested."""
+    found = judged.verdicts
+    if not found:
+        return f"not tested here: {judged.why}"
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    return ", ".join(f"{verdict} by {_name(metric)}" for metric, verdict in found.items())
+
+
+def evidence(judged: Judged) -> str:
+    """What was measured for a claim: by each metric the case that decides, with its interval (and, where that spans zero,
+    the true difference that so many samples would show), and the samples."""
+    parts = []
+    for metric in judged.verdicts:
+        row, cases = judged.weakest(metric), int((judged.cases["metric"] == metric).sum())
+        where = f" {row['case']}" + f" (weakest of {cases})" * (cases > 1) if row["case"] else ""
+        missed = f" ({_detectable(row)})" if row["verdict"] == "inconclusive" and metric in plots.METRICS else ""
+        parts.append(f"{_name(metric)} {_difference(row)}{missed}{where}")
+    return "; ".join([*parts, *_samples(judged)]) or "–"
+
+
+def _samples(judged: Judged) -> list[str]:
+    n = judged.cases["n"].dropna().astype(int)
+    return [] if n.empty else [f"n = {n.min()}" if n.min() == n.max() else f"n = {n.min()} to {n.max()}"]
+
+
+def claimed(judged: Sequence[Judged]) -> pd.DataFrame:
+    """Claims for reading: ``paper, claim, published, ours, verdict``."""
+    rows = [(one.claim.paper, one.claim.claim, one.claim.told() or "–", evidence(one), verdict(one)) for one in judged]
+    return pd.DataFrame(rows, columns=["paper", "claim", "published", "ours", "verdict"])
+
+
+def counts(judged: Sequence[Judged]) -> pd.DataFrame:
+    """How many claims came out how: a row a verdict, a column a paper and measure (score, or a distance)."""
+    order = [*reversed(claims.WEAKEST_FIRST), "not tested here"]
+    columns: dict[tuple[str, str], list[str]] = {}
+    for one in judged:
+        found = one.verdicts or {"score": order[-1], "kl": order[-1]}
+        for metric, outcome in found.items():
+            measure = {"score": "score", "kl": "KL, NLL", "nll": "KL, NLL"}.get(metric, "weights and text")
+            columns.setdefault((one.claim.paper, measure), []).append(outcome)
+    table = pd.DataFrame({key: pd.Series(found).value_counts() for key, found in columns.items()})
+    return table.reindex(order).dropna(how="all").fillna(0).astype(int)
+
+
+def claims_as_markdown(judged: Sequence[Judged]) -> str:
+    """:func:`claimed` as a Markdown table."""
+    table = claimed(judged)
+    cells = [table.columns, ["---"] * table.shape[1], *table.itertuples(index=False)]
+    return "".join("| " + " | ".join(row) + " |\n" for row in cells)
+
+
+def claims_as_text(judged: Sequence[Judged]) -> str:
+    """For a terminal: what was tested as a table, the score and a distance side by side; then the rest, and why."""
+    lines = [("claim", "published", "score", "", "distance", "", "n")]
+    for one in judged:
+        cells = {metric == "score": _cells(one, metric) for metric in one.verdicts}
+        if cells:
+            n = _samples(one)[0].removeprefix("n = ") if _samples(one) else ""
+            blank = ("", "")
+            lines.append((one.claim.id, one.claim.told() or "–", *cells.get(True, blank), *cells.get(False, blank), n))
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+    text += [
+        "",
+        "Arm minus baseline with a 95 % interval, in a claim's weakest case; in brackets, where the interval spans zero, the",
+        "true difference that so many samples would show. Distances (KL, NLL) are better below zero.",
+    ]
+    rest = {one.claim.id: one.why for one in judged if not one.verdicts}
+    if rest:
+        text += ["", "not tested here:", *(f"  {name.ljust(max(map(len, rest)))}  {why}" for name, why in rest.items())]
+    return "\n".join(text)
+
+
+def _cells(judged: Judged, metric: str) -> tuple[str, str]:
+    row, outcome = judged.weakest(metric), judged.verdicts[metric]
+    shown = _difference(row) if metric == "score" else f"{_name(metric)} {_difference(row)}"
+    return shown, outcome + (f" ({_detectable(row)})" if outcome == "inconclusive" and metric in plots.METRICS else "")
 
 
 def differences(comparison: pd.DataFrame) -> pd.DataFrame:
@@ -315,15 +369,9 @@ def _cell(column: object, x: object) -> str:
     return f"{x:.3g}" if isinstance(x, float) and abs(x) < 1000 else f"{x:,.0f}"
 
 
-def _verdict(row: pd.Series) -> str:
-    if pd.isna(row["low"]):
-        return "no interval (a task has one sample)"
-    sign = 1 if plots.METRICS[row["metric"]].better == "right" else -1
-    low, high = sorted((sign * row["low"], sign * row["high"]))
-    return "supported" if low > 0 else "contradicted" if high < 0 else "inconclusive"
-
-
 def _missed(row: pd.Series) -> str:
+    if row["verdict"] == "no interval":
+        return " (a task has one sample)"
     if row["verdict"] != "inconclusive":
         return ""
     if not row["se"]:
@@ -332,8 +380,8 @@ def _missed(row: pd.Series) -> str:
 
 
 def _difference(row: pd.Series) -> str:
-    form = f"+.{_digits(row)}f"
-    diff, low, high = (format(row[name], form).replace("-", "−") for name in ("diff", "low", "high"))
+    form = {"heads": ".0%", "correlation": "+.2f"}.get(row["metric"]) or f"+.{_digits(row)}f"
+    diff, low, high = (format(row[name] + 0.0, form).replace("-", "−") for name in ("diff", "low", "high"))
     return diff if pd.isna(row["low"]) else f"{diff} [{low}, {high}]"
 
 
@@ -346,22 +394,9 @@ def _digits(row: pd.Series) -> int:
 
 
 def _name(metric: object) -> str:
-    return {"kl": "KL", "nll": "NLL"}.get(str(metric), str(metric))
+    return {"kl": "KL", "nll": "NLL", "heads": "share of heads", "correlation": "ρ ="}.get(str(metric), str(metric))
 
 
 def _against(comparison: pd.DataFrame) -> str:
     baselines = comparison["baseline"].unique()
     return f"minus {plots.look(baselines[0]).label}" if len(baselines) == 1 else ""
-
-
-def _published(claim: Claim) -> str:
-    """The papers' differences in average score, arm minus baseline, wherever both were published side by side."""
-    table = published.load()
-    table = table[(table["metric"] == "average") & table["method"].isin(list(published.ARM_OF))]
-    table = table.assign(arm=table["method"].map(published.ARM_OF))
-    found = []
-    for _, rows in table.groupby(["model", "benchmark", "setting"], sort=False):
-        value = dict(zip(rows["arm"], rows["value"], strict=True))
-        if claim.arm in value and claim.baseline in value:
-            found.append(f"{value[claim.arm] - value[claim.baseline]:+.2f}".replace("-", "−"))
-    return ", ".join(found)

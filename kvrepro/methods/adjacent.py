@@ -28,7 +28,7 @@ class Adjacent(PairMerger):
     formula = (
         "s = bifocal's score; lowest s1 + s2 merge: k* = (s1 k1 + s2 k2) / (s1 + s2) before RoPE, "
         "v* = (l1 v1 + l2 v2) / (l1 + l2), l* = l1 + l2, s* = s1 + s2 (l for s where s1 + s2 = 0); bias = log l; "
-        "not among the sinks and the last min(16, m // 2)"
+        "at most an eighth of the slots a round, not among the sinks and the last min(16, m // 2)"
     )
     paper = "ours"
     arms = {"no-bias": {"bias": "none"}}
@@ -41,6 +41,9 @@ class Adjacent(PairMerger):
 
     def received(self, entries: Entries, observed: Observed) -> Tensor:
         return SELECTOR.score(entries, observed)
+
+    def most(self, slots: int) -> int:
+        return max(1, slots // 8)  # far more is merged at once than in a chunk: a full round would pair heavy tokens too
 
     def pair_weights(self, pairs: Pairs) -> Tensor:
         return pairs.share

@@ -107,6 +107,10 @@ class PairMerger(Method):
         """The same of the merged slots, [K, ...]; what is not named here stays as it is in the first member."""
         return {name: _both(pairs, name).sum(0) for name in ("tokens",) if name in pairs.slots.state}
 
+    def most(self, slots: int) -> int:
+        """Pairs that one round may merge among so many slots: as many as there are."""
+        return slots
+
     def bias_of(self, entries: Entries) -> Tensor | None:
         """The bias of the entries, from their l: [Hkv, m]."""
         assert entries.mass is not None
@@ -188,7 +192,8 @@ class PairMerger(Method):
         slots, stop = whole[head], older.stop
         while surplus:
             heads = whole if self.deviations.overlapping else [slots]
-            first = self._choose(heads, slice(older.start, stop), surplus) + older.start
+            limit = min(surplus, self.most(stop - older.start))
+            first = self._choose(heads, slice(older.start, stop), limit) + older.start
             if not len(first):
                 raise AssertionError("a budget of at least 2 entries always leaves a pair to merge")
             slots = self._merge(slots, first, head, entries, observed, counts)
