@@ -176,12 +176,15 @@ def _claim(entry: dict[str, Any]) -> Claim:
     values = _checked(Claim, entry)
     if values["paper"] not in PAPERS:
         raise UserError(f"unknown paper '{values['paper']}'; known are {', '.join(PAPERS)}")
-    kind = next((cls for key, cls in TESTS.items() if isinstance(values["test"], dict) and key in values["test"]), None)
+    given = values["test"] if isinstance(values["test"], dict) else {}
+    kind = next((cls for key, cls in TESTS.items() if key in given), None)
     if kind is None:
         raise UserError(f"its test has no key of {', '.join(TESTS)}; give one")
-    values["test"] = kind(**{key: _value(key, x) for key, x in _checked(kind, values["test"]).items()})
+    values["test"] = kind(**{key: _value(key, x) for key, x in _checked(kind, given).items()})
     numbers = [_checked(Published, number) for number in values.get("published", ())]
-    values["published"] = tuple(Published(**{key: tuple(place) for key, place in each.items()}) for each in numbers)
+    values["published"] = tuple(
+        Published(**{key: tuple(place) for key, place in each.items()}) for each in numbers
+    )
     claim = Claim(**values)
     claim.told()  # an unknown number is said now
     return claim
@@ -424,10 +427,12 @@ def _spectra(test: Spectra, runs: Runs) -> pd.DataFrame:
     rows = [
         {
             "metric": "heads" if part.part in asymmetry.SEEN else "correlation",
-            "case": f"{asymmetry.PARTS[part.part]}, {part.rank} rank",
+            "case": asymmetry.PARTS[part.part]
+            + (f", {part.rank} rank" if part.part != "alike" else "")
+            + (" (the ranks disagree)" if part.verdict != verdicts[part.part] else ""),
             "diff": part.estimate, "low": part.low, "high": part.high, "verdict": verdicts[part.part],
         }
         for part in parts
         if part.part in test.asymmetry
     ]  # fmt: skip
-    return pd.DataFrame(rows).reindex(columns=list(CASE))
+    return pd.DataFrame(rows).drop_duplicates("case").reindex(columns=list(CASE))

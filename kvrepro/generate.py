@@ -9,7 +9,7 @@ import torch
 
 from .errors import UserError
 from .hf import make_cache, prefill
-from .models import load
+from .models import context, load
 from .tasks.base import Sample
 from .tasks.prompts import encode
 
@@ -42,7 +42,7 @@ def generate(
     with torch.inference_mode(False):  # weights made in inference mode cannot be differentiated through
         model, tokenizer = load(model_name, device=device, dtype=dtype)
     sample = Sample("prompt", "prompt", "single-doc", prompt, (), "exact", max_new_tokens, True, False)
-    limit = getattr(model.config, "max_position_embeddings", 1 << 30) - max_new_tokens
+    limit = context(model_name, model) - max_new_tokens
     if limit < 1:
         raise UserError(
             f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in {model_name}; give fewer"

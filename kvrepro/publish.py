@@ -53,7 +53,10 @@ def publish(folders: Sequence[str | Path]) -> list[Path]:
             nbformat.write(notebooks.cleaned(nbformat.read(path, as_version=4)), written[-1])
     readme = ROOT / "README.md"
     text = readme.read_text()
-    for begin, content, end in ((BEGIN, block(TABLES), END), (CLAIMS_BEGIN, claims_block(TABLES), CLAIMS_END)):
+    for begin, content, end in (
+        (BEGIN, block(TABLES), END),
+        (CLAIMS_BEGIN, claims_block(TABLES), CLAIMS_END),
+    ):
         before, after = text.split(begin)[0], text.split(end)[1]
         text = before + begin + "\n" + content + end + after
     readme.write_text(text)

@@ -9,11 +9,11 @@ sample it was at, and running again goes on from there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import profiles, results, tasks
+from . import gate, models, profiles, results, tasks
 from .errors import UserError
 from .progress import progress
 from .tasks.base import Sample
@@ -40,6 +40,7 @@ def run(
     limit: int | None = None,
     retain: Sequence[float] | None = None,
     data: str | Path | None = None,
+    gated: bool = True,
     quiet: bool = False,
 ) -> Path:
     """Measure a profile's arms on its samples and write ``summary.csv``.
@@ -56,6 +57,8 @@ def run(
         Narrow the profile: arms, tasks, samples a task, shares of entries.
     data
         Folder with benchmark rows, for tasks that are not built offline.
+    gated
+        Stop where the full cache scores far below what is published of the model (`kvrepro.gate`).
 
     Returns
     -------
@@ -65,7 +68,8 @@ def run(
     Raises
     ------
     UserError
-        An unknown profile, arm or task, a folder that cannot be used, a model that cannot be loaded.
+        An unknown profile, arm or task, a folder that cannot be used, a model that cannot be loaded or that takes
+        shorter prompts; and from the gate, with what was measured kept.
     """
     chosen = profiles.load(profile) if isinstance(profile, str) else profile
     samples = list(_samples(chosen, task_names, limit, data))
@@ -78,35 +82,65 @@ def run(
         "dtype": dtype or "default",
         "seed": chosen.seed,
     }
+    row = models.row_of(model)
     with results.Store(out, settings) as store:
         todo = _missing(store, samples, arms)
+        watch = _Watch(store, row.expects if row and gated else None)
         if todo:
             with _resumable(store, out):
-                _measure(store, todo, settings, chosen.context, device, dtype, quiet)
+                _measure(store, todo, watch, settings, chosen.context, device, dtype, quiet)
     return results.write_summary(out)
 
 
 def _measure(
-    store: results.Store, todo: list[Work], settings: dict[str, Any], context: int, device: str, dtype: str | None,
-    quiet: bool,
+    store: results.Store, todo: list[Work], watch: _Watch, settings: dict[str, Any], context: int, device: str,
+    dtype: str | None, quiet: bool,
 ) -> None:  # fmt: skip
     from .evaluate import evaluate  # torch and transformers are needed only here
-    from .models import load
 
-    model, tokenizer = load(settings["model"], device=device, dtype=dtype)
+    name = settings["model"]
+    model, tokenizer = models.load(name, device=device, dtype=dtype)
+    longest = max(sample.max_new_tokens for sample, _ in todo)
+    if context + longest > (most := models.context(name, model)):
+        raise UserError(
+            f"profile {settings['profile']} has prompts of up to {context} tokens and answers of {longest}, and {name} "
+            f"takes {most} in all; take a smaller profile, or a copy of it with a shorter context"
+        )
     common = {
         "model": store.settings["model"],
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": settings["device"],
         "seed": settings["seed"],
-        "versions": results.versions(),
+        "versions": results.versions() | {"weights": models.revision(name, model)},
     }
     for sample, missing in progress(todo, f"{settings['profile']} on {store.settings['model']}", quiet=quiet):
         group = ",".join(f"{arm.name}@{arm.retain:g}" for arm in missing)
         unit = store.unit(sample.id, group, arms=[arm.settings for arm in missing])
-        store.append(
-            unit, [record | common for record in evaluate(model, tokenizer, sample, missing, context)]
-        )
+        records = evaluate(model, tokenizer, sample, missing, context)
+        store.append(unit, [record | common for record in records])
+        watch.see(records)
+
+
+class _Watch:
+    """The gate beside a run: sees every answer of the full cache, those that are stored first, and stops the run.
+
+    Because of these a run that was stopped does not slip by when it is run again.
+    """
+
+    def __init__(self, store: results.Store, expected: float | None) -> None:
+        self.name, self.folder, self.expected = store.settings["model"], store.folder, expected
+        self.scores: list[tuple[str, float]] = []
+        if expected is not None and store.folder.joinpath(results.RECORDS).stat().st_size:
+            self.see(results.load(store.folder).to_dict("records"))
+
+    def see(self, records: Sequence[Mapping[Any, Any]]) -> None:
+        self.scores += [(record["task"], record["score"]) for record in records if record["arm"] == "full"]
+        if found := gate.complaint(self.scores, self.expected):
+            raise UserError(
+                f"{self.name} is not run as it was published: {found}; likely a wrong chat template, two BOS, prompts "
+                "cut too short, missing stop tokens or damaged weights: look at the predictions (results are kept in "
+                f"{self.folder}), or go on with --no-gate"
+            )
 
 
 def _samples(

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "kvrepro"
 # A module may import from its own level and from lower ones.
 LEVELS = [
     {"errors", "progress", "__init__"},
-    {"entries", "rope", "embedded", "profiles", "theory"},
+    {"entries", "rope", "embedded", "gate", "profiles", "theory"},
     {"tasks"},
     {"attention", "results"},
     {"methods", "stats", "published", "models", "explain"},

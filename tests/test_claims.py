@@ -79,7 +79,10 @@ def test_details_of_claims_that_have_some() -> None:
     assert tests["selkv-closest-to-full"].retain == (0.25,)
     assert {"snapkv", "look-m", "pyramidkv"} <= set(tests["selkv-closest-to-full"].baseline)
     assert tests["selkv-above-full-multi-doc"].categories == ("multi-doc",)
-    assert (min(tests["selkv-robust-retention"].retain), max(tests["selkv-robust-retention"].retain)) == (0.1, 0.9)
+    assert (min(tests["selkv-robust-retention"].retain), max(tests["selkv-robust-retention"].retain)) == (
+        0.1,
+        0.9,
+    )
     assert tests["selkv-works-at-10"].retain == (0.1,) and tests["selkv-above-full-at-80"].retain == (0.8,)
     assert tests["selkv-robust-categories"].categories == CATEGORIES
     assert tests["kvslimmer-where"].categories == ("single-doc", "multi-doc", "synthetic")
@@ -104,11 +107,19 @@ def test_published_numbers_come_from_the_published_tables() -> None:
     assert told["selkv-above-pyramidkv"] == "−1.12"
     assert told["decoding-faster-at-100k"] == "3.3x" and told["slimmer-memory"] == "0.71"
     assert told["selkv-above-full-at-80"] == "+0.03"
-    assert told["kvslimmer-above-asymkv"] == "+0.92, +0.09"  # with its own rerun, and with AsymKV's own number
+    assert (
+        told["kvslimmer-above-asymkv"] == "+0.92, +0.09"
+    )  # with its own rerun, and with AsymKV's own number
     assert told["kvslimmer-where"] == "" and told["keys-alike"] == ""
 
 
-GOOD = {"id": "a", "paper": "SelKV", "claim": "c", "source": "s", "test": {"arm": "selkv", "baseline": "snapkv"}}
+GOOD = {
+    "id": "a",
+    "paper": "SelKV",
+    "claim": "c",
+    "source": "s",
+    "test": {"arm": "selkv", "baseline": "snapkv"},
+}
 
 
 @pytest.mark.parametrize(
@@ -172,13 +183,17 @@ def test_the_interval_decides() -> None:
     assert stats.together(["supported", "no interval", "inconclusive"]) == "no interval"
 
 
-@pytest.mark.parametrize(("level", "verdict"), [(0.2, "supported"), (0.4, "contradicted"), (0.3, "inconclusive")])
+@pytest.mark.parametrize(
+    ("level", "verdict"), [(0.2, "supported"), (0.4, "contradicted"), (0.3, "inconclusive")]
+)
 def test_each_verdict_comes_out_by_score_and_by_kl(tmp_path: Path, level: float, verdict: str) -> None:
     write(tmp_path / "quick", {"selkv": level, "snapkv": 0.3})
     judged = judge(claim(), Runs(tmp_path), n_boot=300)
     assert judged.verdicts == {"score": verdict, "kl": verdict}
     by_kl = judged.weakest("kl")
-    assert by_kl["diff"] == pytest.approx(level - 0.3, abs=0.01) and by_kl["low"] < by_kl["diff"] < by_kl["high"]
+    assert (
+        by_kl["diff"] == pytest.approx(level - 0.3, abs=0.01) and by_kl["low"] < by_kl["diff"] < by_kl["high"]
+    )
     assert by_kl["n"] == 36 and by_kl["detectable"] > 0
     assert readings.verdict(judged) == verdict
 
@@ -201,7 +216,9 @@ def test_a_claim_is_as_good_as_its_weakest_case(tmp_path: Path) -> None:
     assert judged.verdicts["kl"] == "contradicted"
     assert judged.weakest("kl")["case"] == "against H2O"
     assert "against H2O (weakest of 3)" in readings.evidence(judged)
-    assert judge(claim(baseline=("snapkv", "look-m")), Runs(tmp_path), n_boot=300).verdicts["kl"] == "supported"
+    assert (
+        judge(claim(baseline=("snapkv", "look-m")), Runs(tmp_path), n_boot=300).verdicts["kl"] == "supported"
+    )
 
 
 def test_categories_are_judged_one_by_one(tmp_path: Path) -> None:
@@ -210,7 +227,11 @@ def test_categories_are_judged_one_by_one(tmp_path: Path) -> None:
     frame.loc[(frame["arm"] == "selkv") & (frame["category"] == "code"), "kl"] += 0.5
     frame.to_csv(path, index=False)
     each = judge(claim(categories=CATEGORIES, metrics=("kl",)), Runs(tmp_path), n_boot=300)
-    assert len(each.cases) == 6 and each.verdicts == {"kl": "contradicted"} and each.weakest("kl")["case"] == "in code"
+    assert (
+        len(each.cases) == 6
+        and each.verdicts == {"kl": "contradicted"}
+        and each.weakest("kl")["case"] == "in code"
+    )
     two = judge(claim(categories=CATEGORIES[:2], metrics=("kl",)), Runs(tmp_path), n_boot=300)
     assert two.verdicts == {"kl": "supported"} and two.weakest("kl")["n"] == 6
 
@@ -220,13 +241,18 @@ def test_a_margin_turns_level_into_no_worse(tmp_path: Path) -> None:
     found = judge(claim(margin={"kl": 0.05}), Runs(tmp_path), n_boot=300).verdicts
     assert found == {"score": "inconclusive", "kl": "supported"}
     write(tmp_path / "worse" / "quick", {"selkv": 0.4, "snapkv": 0.3})
-    assert judge(claim(margin={"kl": 0.05}), Runs(tmp_path / "worse"), n_boot=300).verdicts["kl"] == "contradicted"
+    assert (
+        judge(claim(margin={"kl": 0.05}), Runs(tmp_path / "worse"), n_boot=300).verdicts["kl"]
+        == "contradicted"
+    )
 
 
 def test_gains_of_two_models_are_compared_sample_by_sample(tmp_path: Path) -> None:
     arms = {"selkv": 0.1, "selkv/evict": 0.3}
     write(tmp_path / runner.folder("quick", study="methods"), arms)
-    write(tmp_path / runner.folder("quick", "smollm2-135m-mha", study="methods"), arms | {"selkv": 0.2}, seed=1)
+    write(
+        tmp_path / runner.folder("quick", "smollm2-135m-mha", study="methods"), arms | {"selkv": 0.2}, seed=1
+    )
     judged = judge(ALL["gains-larger-on-gqa"], Runs(tmp_path), n_boot=300)
     assert judged.verdicts["kl"] == "supported"
     assert judged.weakest("kl")["diff"] == pytest.approx(-0.1, abs=0.02)
@@ -264,7 +290,10 @@ def test_what_is_not_stored_is_not_tested_and_says_what_to_run(tmp_path: Path) -
     assert why.endswith("--study methods --model mistralai/Mistral-7B-Instruct-v0.3`")
     assert judge(claim("selkv", "h2o"), runs).why.startswith("quick has no h2o at 25% of the entries; `")
     assert judge(claim(retain=(0.25, 0.1)), runs).why.startswith("quick has no selkv at 10% of the entries")
-    assert judge(ALL["slimmer-memory"], runs).why == "memory and latency of the two are not measured side by side yet"
+    assert (
+        judge(ALL["slimmer-memory"], runs).why
+        == "memory and latency of the two are not measured side by side yet"
+    )
     assert readings.verdict(judge(ALL["slimmer-memory"], runs)).startswith("not tested here: memory")
 
 
@@ -299,7 +328,9 @@ def test_one_run_judges_whatever_it_has_the_arms_for(tmp_path: Path) -> None:
     assert not judged["gains-larger-on-gqa"].verdicts and "quick-methods" in judged["gains-larger-on-gqa"].why
     text = readings.claims_as_text(list(judged.values()))
     head, *lines = text.split("\n\n")[0].splitlines()
-    assert all(line[head.index("published") - 2 : head.index("published")] == "  " for line in lines)  # aligned
+    assert all(
+        line[head.index("published") - 2 : head.index("published")] == "  " for line in lines
+    )  # aligned
     counted = readings.counts(list(judged.values()))
     assert counted["SelKV", "score"].sum() == sum(one.claim.paper == "SelKV" for one in judged.values())
 
@@ -307,7 +338,9 @@ def test_one_run_judges_whatever_it_has_the_arms_for(tmp_path: Path) -> None:
 # The command line
 
 
-def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_a_table_or_json(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "quick", {"full": 0.0, "selkv": 0.2, "snapkv": 0.3})
     assert main(["claims", str(tmp_path)]) == 0
     out = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Fetching LongBench, with a small server standing in for the hub's file endpoints and the authors' repository."""
+"""Fetching LongBench and models, with a small server standing in for the hub and for the authors' repository."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from test_families import save
 from test_longbench import PROMPT, V2_PROMPT, row, row_v2
 
-from kvrepro import tasks
+from kvrepro import models, tasks
 from kvrepro.errors import UserError
 from kvrepro.tasks import hub
 
@@ -50,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(head=False)
 
     def answer(self, head: bool) -> None:
-        site, path = self.site, self.path
+        site, path = self.site, self.path.partition("?")[0]
         asked = self.headers.get("Range", "")
         site.asked.append(f"{self.command} {path} {asked}".strip())
         status, code = site.refuse.get(path, (200, "") if path in site.files else (404, "EntryNotFound"))
@@ -58,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
         start = int(asked.removeprefix("bytes=").rstrip("-") or 0) if asked else 0
         self.send_response(206 if start else status)
         self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", path.split("/")[5] if path.startswith("/datasets/") else "")
+        self.send_header("X-Repo-Commit", path.partition("/resolve/")[2].partition("/")[0])
         self.send_header("Content-Length", str(len(content) - start))
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
@@ -271,3 +273,139 @@ def test_other_prompts_are_refused_and_not_kept(site: Site, tmp_path: Path) -> N
 def test_a_cache_that_cannot_be_written_is_one_line(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVREPRO_CACHE", "/dev/null/none")
     assert "cannot write the cache folder" in refused()
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+LLAMA = models.REGISTRY["llama-3.1-8b"]
+OTHER = "0123456789abcdef0123456789abcdef01234567"  # a commit that the branch `main` stands at
+
+
+@pytest.fixture
+def hub_model(site: Site, tmp_path: Path) -> Path:
+    """The site has a tiny Llama 3.1 at its pinned commit and at another one; returns its files."""
+    folder = tmp_path / "llama"
+    save(LLAMA.name, folder)
+    (folder / "consolidated.safetensors").write_text("the weights again")
+    publish(site, folder)
+    return folder
+
+
+def publish(site: Site, folder: Path) -> None:
+    """Put a folder on the site as LLAMA's repository, at both commits."""
+    api = f"/api/models/{LLAMA.source}"
+    entries = [
+        {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": path.name}
+        for path in sorted(folder.iterdir())
+    ]
+    site.files[f"{api}/revision/main"] = json.dumps({"id": LLAMA.source, "sha": OTHER}).encode()
+    for commit in (LLAMA.revision, OTHER):
+        site.files[f"{api}/tree/{commit}"] = json.dumps(entries).encode()
+        for path in folder.iterdir():
+            site.files[f"/{LLAMA.source}/resolve/{commit}/{path.name}"] = path.read_bytes()
+
+
+def fetched(site: Site) -> set[str]:
+    return {
+        line.rpartition("/")[2].split()[0]
+        for line in site.asked
+        if line.startswith("GET") and "/resolve/" in line
+    }
+
+
+def refused_model(name: str) -> str:
+    with pytest.raises(UserError) as error:
+        models.load(name)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "commit"),
+    [
+        (LLAMA.name, LLAMA.revision),
+        (LLAMA.source, LLAMA.revision),
+        (f"{LLAMA.name}@main", OTHER),
+        (f"{LLAMA.source}@{OTHER}", OTHER),
+    ],
+)
+def test_a_registered_model_comes_at_its_commit_or_the_one_asked_for(
+    site: Site, hub_model: Path, name: str, commit: str
+) -> None:
+    model, tokenizer = models.load(name)
+    assert models.revision(name, model) == commit
+    assert model.dtype == torch.bfloat16 and models.context(name, model) == 131072
+    assert set(model.generation_config.eos_token_id) == set(tokenizer.convert_tokens_to_ids(list(LLAMA.stop)))
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= fetched(site)
+    assert "consolidated.safetensors" not in fetched(site)
+    site.asked.clear()
+    if commit in (LLAMA.revision, name.rpartition("@")[2]):  # a commit is looked up once
+        site.files.clear()
+        models.load(name)
+        assert not site.asked
+
+
+def test_what_does_not_fit_is_refused_by_its_config(
+    site: Site, hub_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrepro.models._free", lambda device: {"cpu": 2**10})
+    message = refused_model(LLAMA.name)
+    assert message.startswith("llama-3.1-8b needs ") and "GiB free; take a smaller model" in message
+    assert fetched(site) == {"config.json"}
+
+
+def test_pickled_weights_are_not_read(site: Site, hub_model: Path, tmp_path: Path) -> None:
+    (hub_model / "model.safetensors").rename(hub_model / "pytorch_model.bin")
+    publish(site, hub_model)
+    message = refused_model(LLAMA.name)
+    assert "has no *.safetensors" in message and "llama-3.1-8b@REVISION" in message
+    assert str(tmp_path / "kvrepro" / LLAMA.name) in message
+    assert "pytorch_model.bin" not in fetched(site)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "why"),
+    [
+        (
+            401,
+            "GatedRepo",
+            "is gated: accept its licence on the hub (meta-llama/Llama-3.1-8B-Instruct), set HF_TOKEN",
+        ),
+        (403, "GatedRepo", "is gated: accept its licence on the hub"),
+        (403, "", "refuses llama-3.1-8b (403)"),
+        (401, "", "refuses llama-3.1-8b (401)"),
+        (404, "RepoNotFound", "no model 'meta-llama/Llama-3.1-8B-Instruct' on the hub, or it is private"),
+        (
+            404,
+            "RevisionNotFound",
+            f"has no revision '{LLAMA.revision}'; give another one as llama-3.1-8b@REVISION",
+        ),
+        (503, "", "cannot fetch llama-3.1-8b from the hub (it answers 503); check the network"),
+    ],
+)
+@pytest.mark.parametrize("place", ["tree", "resolve"])
+def test_the_hub_refuses_a_model(
+    site: Site, hub_model: Path, place: str, status: int, code: str, why: str
+) -> None:
+    """Whether it says so when asked for the list of files or for the first of them."""
+    paths = {
+        "tree": f"/api/models/{LLAMA.source}/tree/{LLAMA.revision}",
+        "resolve": f"/{LLAMA.source}/resolve/{LLAMA.revision}/config.json",
+    }
+    site.refuse[paths[place]] = (status, code)
+    assert why in refused_model(LLAMA.name)
+    assert "model.safetensors" not in fetched(site)
+
+
+def test_no_hub_at_all(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The message says where a copy may lie, and a copy there is what loads."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    home = tmp_path / "kvrepro" / LLAMA.name
+    message = refused_model(LLAMA.name)
+    assert "(ConnectError); check the network" in message
+    assert message.endswith(f"put a local copy (safetensors) into {home}")
+    assert capfd.readouterr().err.count("\n") == 1  # it is being fetched; nothing of the client's retries
+    save(LLAMA.name, home)
+    assert models.load(LLAMA.name)[0].config.model_type == "llama"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shutil
 import sys
 import threading
@@ -23,7 +24,7 @@ import torch
 from conftest import build_tiny
 from huggingface_hub import errors
 
-from kvrepro import embedded, models, profiles
+from kvrepro import embedded, models, profiles, published
 from kvrepro.errors import UserError
 from kvrepro.progress import progress
 
@@ -43,11 +44,53 @@ def refused(call: Any, *words: str) -> None:
 
 
 def test_the_registry() -> None:
-    assert [r.name for r in models.available()] == ["smollm2-135m", "smollm2-135m-mha", "gemma3-270m"]
-    assert {r.weights for r in models.available()} == set(embedded.MODELS)
-    for row in models.available():
-        assert row.architecture in models.SUPPORTED and row.dtype in models.DTYPES
-        assert row.revision == f"sha256:{embedded.MODELS[row.weights].sha256}"
+    rows = {row.name: row for row in models.available()}
+    here = [name for name, row in rows.items() if row.kind == "embedded"]
+    assert here == ["smollm2-135m", "smollm2-135m-mha", "gemma3-270m"]
+    assert {rows[name].weights for name in here} == set(embedded.MODELS)
+    for row in rows.values():
+        assert (
+            row.architecture in models.SUPPORTED and row.dtype in models.DTYPES and row.context and row.stop
+        )
+        if row.kind == "embedded":
+            assert row.revision == f"sha256:{embedded.MODELS[row.weights].sha256}"
+        else:
+            assert re.fullmatch("[0-9a-f]{40}", row.revision or "") and row.weights == row.source
+    # only a tokenizer without a chat template gets one from us
+    assert [name for name, row in rows.items() if row.template] == ["longchat-7b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("qwen2-7b", "qwen2-7b"),
+        ("qwen2-7b@v2", "qwen2-7b"),
+        ("Qwen/Qwen2-7B-Instruct", "qwen2-7b"),
+        ("Qwen/Qwen2-7B-Instruct@refs/pr/3", "qwen2-7b"),
+        ("smollm2-135m", "smollm2-135m"),
+        ("smollm2-135m@v2", None),
+        ("Qwen/Qwen2-72B-Instruct", None),
+        ("./qwen2-7b", None),
+    ],
+)
+def test_what_a_name_means(name: str, row: str | None) -> None:
+    found = models.row_of(name)
+    assert (found.name if found else None) == row
+
+
+def test_expectations_are_the_published_numbers() -> None:
+    published_as = {
+        "longchat-7b": ("LongChat-7B-v1.5-32k", "31500"),
+        "llama-3.1-8b": ("LLaMA-3.1-8B-Instruct", "3500"),
+        "gemma-2-9b": ("Gemma-2-9B-IT", "3500"),
+    }
+    for name, row in models.REGISTRY.items():
+        if name in published_as:
+            model, tokens = published_as[name]
+            setting = f"25% retention; {tokens} tokens"
+            assert row.expects == published.lookup("SelKV", model, "LongBench-16", setting, "Full")
+        else:
+            assert row.expects is None
 
 
 @pytest.mark.parametrize(("fixture", "name"), [("smollm2", "smollm2-135m"), ("gemma3", "gemma3-270m")])

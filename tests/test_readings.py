@@ -47,7 +47,10 @@ def test_a_lower_kl_supports_and_a_higher_one_contradicts(bias):
 def test_a_higher_score_supports():
     frame = records({"selkv": 0.5, "selkv/gate": 0.5, "selkv/gate+count": 0.5, "selkv/alpha-1": 0.5}, score=3)
     frame.loc[frame["sample"].str.endswith("/7"), "score"] += 1
-    assert verdicts(frame)["compensation is needed: the ratio bias improves gated merging", "score"] == "supported"
+    assert (
+        verdicts(frame)["compensation is needed: the ratio bias improves gated merging", "score"]
+        == "supported"
+    )
 
 
 def test_sentences_give_the_difference_its_interval_and_what_could_be_missed(bias):

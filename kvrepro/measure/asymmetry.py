@@ -281,7 +281,9 @@ class Asymmetry:
             for name, pairs in self.pairs(rank).groupby("part", sort=False):
                 x, y = _by_layer(pairs, "concentration"), _by_layer(pairs, "similarity")
                 rho = stats.spearman(x, y, n_boot=n_boot, seed=seed)
-                found.append(Part(str(name), rank, rho.rho, rho.low, rho.high, stats.verdict(rho.low, rho.high)))
+                found.append(
+                    Part(str(name), rank, rho.rho, rho.low, rho.high, stats.verdict(rho.low, rho.high))
+                )
         return sorted(found, key=lambda row: list(PARTS).index(row.part))
 
     def table(self, parts: Sequence[Part] | None = None) -> pd.DataFrame:

@@ -167,8 +167,7 @@ def evidence(judged: Judged) -> str:
     for metric in judged.verdicts:
         row, cases = judged.weakest(metric), int((judged.cases["metric"] == metric).sum())
         where = f" {row['case']}" + f" (weakest of {cases})" * (cases > 1) if row["case"] else ""
-        missed = f" ({_detectable(row)})" if row["verdict"] == "inconclusive" and metric in plots.METRICS else ""
-        parts.append(f"{_name(metric)} {_difference(row)}{missed}{where}")
+        parts.append(f"{_name(metric)} {_difference(row)}{_reach(row)}{where}")
     return "; ".join([*parts, *_samples(judged)]) or "–"
 
 
@@ -179,8 +178,14 @@ def _samples(judged: Judged) -> list[str]:
 
 def claimed(judged: Sequence[Judged]) -> pd.DataFrame:
     """Claims for reading: ``paper, claim, published, ours, verdict``."""
-    rows = [(one.claim.paper, one.claim.claim, one.claim.told() or "–", evidence(one), verdict(one)) for one in judged]
-    return pd.DataFrame(rows, columns=["paper", "claim", "published", "ours", "verdict"])
+    columns = {
+        "paper": [one.claim.paper for one in judged],
+        "claim": [one.claim.claim for one in judged],
+        "published": [one.claim.told() or "–" for one in judged],
+        "ours": [evidence(one) for one in judged],
+        "verdict": [verdict(one) for one in judged],
+    }
+    return pd.DataFrame(columns)
 
 
 def counts(judged: Sequence[Judged]) -> pd.DataFrame:
@@ -199,8 +204,8 @@ def counts(judged: Sequence[Judged]) -> pd.DataFrame:
 def claims_as_markdown(judged: Sequence[Judged]) -> str:
     """:func:`claimed` as a Markdown table."""
     table = claimed(judged)
-    cells = [table.columns, ["---"] * table.shape[1], *table.itertuples(index=False)]
-    return "".join("| " + " | ".join(row) + " |\n" for row in cells)
+    rows = [list(table.columns), ["---"] * table.shape[1], *table.to_numpy().tolist()]
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
 def claims_as_text(judged: Sequence[Judged]) -> str:
@@ -209,9 +214,9 @@ def claims_as_text(judged: Sequence[Judged]) -> str:
     for one in judged:
         cells = {metric == "score": _cells(one, metric) for metric in one.verdicts}
         if cells:
-            n = _samples(one)[0].removeprefix("n = ") if _samples(one) else ""
-            blank = ("", "")
-            lines.append((one.claim.id, one.claim.told() or "–", *cells.get(True, blank), *cells.get(False, blank), n))
+            score, distance = (cells.get(kind, ("", "")) for kind in (True, False))
+            n = "".join(_samples(one)).removeprefix("n = ")
+            lines.append((one.claim.id, one.claim.told() or "–", *score, *distance, n))
     widths = [max(map(len, column)) for column in zip(*lines)]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
     text += [
@@ -221,14 +226,24 @@ def claims_as_text(judged: Sequence[Judged]) -> str:
     ]
     rest = {one.claim.id: one.why for one in judged if not one.verdicts}
     if rest:
-        text += ["", "not tested here:", *(f"  {name.ljust(max(map(len, rest)))}  {why}" for name, why in rest.items())]
+        width = max(map(len, rest))
+        text += ["", "not tested here:", *(f"  {name.ljust(width)}  {why}" for name, why in rest.items())]
     return "\n".join(text)
 
 
 def _cells(judged: Judged, metric: str) -> tuple[str, str]:
-    row, outcome = judged.weakest(metric), judged.verdicts[metric]
+    row = judged.weakest(metric)
     shown = _difference(row) if metric == "score" else f"{_name(metric)} {_difference(row)}"
-    return shown, outcome + (f" ({_detectable(row)})" if outcome == "inconclusive" and metric in plots.METRICS else "")
+    return shown, row["verdict"] + _reach(row)
+
+
+def _reach(row: pd.Series) -> str:
+    """What an inconclusive comparison would have shown, in brackets."""
+    return (
+        f" ({_detectable(row)})"
+        if row["verdict"] == "inconclusive" and row["metric"] in plots.METRICS
+        else ""
+    )
 
 
 def differences(comparison: pd.DataFrame) -> pd.DataFrame:
@@ -394,7 +409,8 @@ def _digits(row: pd.Series) -> int:
 
 
 def _name(metric: object) -> str:
-    return {"kl": "KL", "nll": "NLL", "heads": "share of heads", "correlation": "ρ ="}.get(str(metric), str(metric))
+    names = {"kl": "KL", "nll": "NLL", "heads": "share of heads", "correlation": "ρ ="}
+    return names.get(str(metric), str(metric))
 
 
 def _against(comparison: pd.DataFrame) -> str:
