@@ -14,6 +14,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from kvrepro import plots, published, results, stats
+from kvrepro.plots import inside, theory
 from kvrepro.errors import UserError
 from kvrepro.tasks.base import CATEGORIES
 
@@ -47,7 +48,7 @@ def drawn(records) -> dict[str, plots.Figure]:
         for variant, scale in (("full", 1), ("evicted", 0.6), ("merged", 0.6), ("compensated", 0.9))
     )
     tokens = pd.concat(
-        pd.DataFrame({"head": h, "position": positions, "state": rng.choice(list(plots.STATES), 200)})
+        pd.DataFrame({"head": h, "position": positions, "state": rng.choice(list(inside.STATES), 200)})
         for h in range(2)
     )
     cosines = pd.DataFrame(
@@ -73,20 +74,20 @@ def drawn(records) -> dict[str, plots.Figure]:
                 "share": rng.uniform(),
                 "random": 0.9,
             }
-            for layer, head, matrix, rank in itertools.product(range(3), range(2), "QKV", plots.RANKS)
+            for layer, head, matrix, rank in itertools.product(range(3), range(2), "QKV", theory.RANKS)
         ]
     )
     pairs = pd.DataFrame(
         [
             {"part": part, "layer": layer, "concentration": rng.uniform(), "similarity": rng.uniform()}
-            for part, layer in itertools.product(plots.PAIRS, range(6))
+            for part, layer in itertools.product(theory.PAIRS, range(6))
         ]
     )
-    notes = dict.fromkeys(plots.PAIRS, "ρ = +0.12 [−0.34, +0.56]")
+    notes = dict.fromkeys(theory.PAIRS, "ρ = +0.12 [−0.34, +0.56]")
     angles = pd.DataFrame(
         [
             {"layer": layer, "kind": kind, "low": -0.1, "median": 0.02 * layer, "high": 0.3, "n": 9}
-            for layer, kind in itertools.product(range(5), (*plots.COSINES, *plots.DISTANCES))
+            for layer, kind in itertools.product(range(5), (*theory.COSINES, *theory.DISTANCES))
         ]
     )
     weights = pd.DataFrame(
