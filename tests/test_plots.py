@@ -14,8 +14,8 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from kvrepro import plots, published, results, stats
-from kvrepro.plots import inside, theory
 from kvrepro.errors import UserError
+from kvrepro.plots import inside, theory
 from kvrepro.tasks.base import CATEGORIES
 
 ARMS = ("full", "snapkv", "selkv", "selkv/evict", "kvslimmer", "mine")
