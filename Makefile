@@ -40,9 +40,9 @@ reproduce: $(STAMP)  ## run the experiments, execute the notebooks, draw the fig
 	$(BIN)/kvrepro figures $(OUT)
 	$(BIN)/kvrepro table $(OUT)
 
-studies: $(STAMP)  ## the larger grids, one for each question (hours on two cores)
+studies: $(STAMP)  ## the larger grids, one for each question (an hour or two on two cores)
 	for study in $(STUDIES); do $(RUN) --device $(DEVICE) --study $$study; done
-	for model in smollm2-135m-mha gemma3-270m; do $(BIN)/kvrepro run --profile $(PROFILE) --model $$model --device $(DEVICE) --study methods; done
+	for model in smollm2-135m-mha gemma3-270m; do $(BIN)/kvrepro run --profile $(PROFILE) --model $$model --device $(DEVICE) --study methods $(if $(RETAIN),--retain $(RETAIN)); done
 
 notebooks: $(STAMP)  ## execute the notebooks into results/PROFILE/notebooks
 	$(NOTEBOOKS) --device $(DEVICE) --out $(OUT)/notebooks
@@ -59,8 +59,7 @@ test: $(STAMP)  ## all tests, then every notebook in profile smoke
 
 gpu: $(STAMP)  ## tests and experiments on CUDA
 	$(BIN)/python -m pytest tests kvrepro --doctest-modules
-	$(RUN) --device cuda --out $(OUT)-cuda
-	$(BIN)/kvrepro table $(OUT)-cuda
+	$(MAKE) reproduce DEVICE=cuda
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

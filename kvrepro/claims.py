@@ -362,7 +362,9 @@ class Runs:
         for folder in self.roots if self.single else [root / named for root in self.roots]:
             if (folder / asymmetry.FILE).exists():
                 return asymmetry.read(folder)
-        raise _Lacking(f"decided in notebook 6; `python -m kvrepro.publish results/{named}` stores its table")
+        raise _Lacking(
+            f"decided in notebook 6, whose table is stored with carried runs only ({named} is none)"
+        )
 
     def _command(self, test: Comparison, model: str | None) -> str:
         model = model or self.model

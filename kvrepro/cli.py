@@ -209,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
         "--data",
         help="folder with LongBench or RULER rows (JSONL), or hub; makes tasks such as longbench/qasper known",
     )
-    sub.add_argument("--out", help="results folder (default: results/PROFILE[-STUDY][-MODEL])")
+    sub.add_argument("--out", help="results folder (default: results/PROFILE[-STUDY][-MODEL][-cuda])")
     sub.add_argument(
         "--no-gate", action="store_true", help="go on where the full cache scores far below what is published"
     )
@@ -278,7 +278,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.set_defaults(command=bench_prefill)
     _model(sub)
     sub.add_argument("--context", type=_positive, nargs="+", default=[4096], help="tokens of the prompt")
-    sub.add_argument("--methods", help="arms, comma separated (default: the one-shot methods of the papers)")
+    sub.add_argument("--methods", help="arms, comma separated (default: selkv,snapkv,pyramidkv,h2o,bifocal)")
     sub.add_argument("--retain", type=float, default=0.25)
     sub.add_argument("--repeats", type=_positive, default=5)
     _json(sub)

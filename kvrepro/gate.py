@@ -2,7 +2,7 @@
 
 `ModelRow.expects` is the full cache's published average over LongBench's 16 sets; where there is none, nothing is
 checked. One set alone says nothing of it (counting passages scores next to zero with a sound model, too), so it takes
-answers to many sets. Half is far below: scores spread by about 35 points, so the mean of 32 has a standard error of 6.
+answers to many sets. Half is far below: the mean of so few answers is rough.
 """
 
 from __future__ import annotations

@@ -767,7 +767,9 @@ def prefill(model: PreTrainedModel, cache: KVCache, input_ids: Tensor) -> None:
     if not layers or arm.method.untouched(n, m):
         return
     for layer in layers:
-        layer.prompt = [Row(arm, n - 1, m, False, None, torch.empty(1, 0, dtype=torch.long))]
+        layer.prompt = [
+            Row(arm, n - 1, m, False, None, torch.empty(1, 0, dtype=torch.long, device=model.device))
+        ]
     try:
         with torch.inference_mode(False), torch.no_grad(), _without_parameter_gradients(model):
             _drive(model, cache, input_ids.to(model.device, copy=True), m - 1)

@@ -68,7 +68,7 @@ class ModelRow:
     """
 
     name: str
-    kind: str  # embedded, hub or local
+    kind: str  # embedded or hub
     architecture: str
     context: int | None
     chat: bool

@@ -39,8 +39,10 @@ def records(
     name = runner.folder(profile, model, device, study)
     out = ROOT / "results" / name
     carried = ROOT / "data" / "results" / name
-    if not out.exists() and retain is None and (carried / results.CARRIED).exists():
-        return analyses.at(results.load(carried))
+    if not out.exists() and results.holds(carried):
+        frame = results.load(carried)
+        if retain is None or retain in set(frame["retain"]):
+            return analyses.at(frame, retain)
     chosen = profiles.load(profile) if study is None else studies.of(study, profile)
     runner.run(chosen, model, out=out, device=device, retain=None if retain is None else [retain])
     return analyses.at(results.load(out), retain)

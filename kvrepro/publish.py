@@ -52,21 +52,23 @@ def publish(folders: Sequence[str | Path]) -> list[Path]:
             written.append(notebooks.FOLDER / path.name)
             nbformat.write(notebooks.cleaned(nbformat.read(path, as_version=4)), written[-1])
     readme = ROOT / "README.md"
-    text = readme.read_text()
+    text = readme.read_text(encoding="utf-8")
     for begin, content, end in (
         (BEGIN, block(TABLES), END),
         (CLAIMS_BEGIN, claims_block(TABLES), CLAIMS_END),
     ):
         before, after = text.split(begin)[0], text.split(end)[1]
         text = before + begin + "\n" + content + end + after
-    readme.write_text(text)
+    readme.write_text(text, encoding="utf-8")
     return [*written, readme]
 
 
 def _tables(folder: Path, target: Path) -> list[Path]:
     target.mkdir(parents=True, exist_ok=True)
     frame = analyses.at(results.load(folder))
-    run = json.loads((folder / results.RUN).read_text()) | {"dtype": str(frame["dtype"].iloc[0])}
+    run = json.loads((folder / results.RUN).read_text(encoding="utf-8")) | {
+        "dtype": str(frame["dtype"].iloc[0])
+    }
     compared = [analyses.compare(frame, name).assign(comparison=name) for name in analyses.answered(frame)]
     tables = {
         "main_table": results.main_table(frame).reset_index(),
@@ -87,7 +89,7 @@ def _tables(folder: Path, target: Path) -> list[Path]:
 
 def block(tables: Path) -> str:
     """The README's results in Markdown, from the committed tables."""
-    run = json.loads((tables / "quick" / results.RUN).read_text())
+    run = json.loads((tables / "quick" / results.RUN).read_text(encoding="utf-8"))
     main = pd.read_csv(tables / "quick" / "main_table.csv")
     lines = [
         f"Profile `{run['profile']}`, {run['model']}, {run['dtype']}, {int(main['n'].max())} samples in six "
@@ -102,15 +104,15 @@ def block(tables: Path) -> str:
     found = pd.read_csv(tables / "quick" / "comparisons.csv")
     found = found[found["metric"] == "kl"].drop_duplicates(["arm", "baseline"])
     lines += [_difference(row) for row in found.to_dict("records")]
-    every = tables / "quick-methods" / "main_table.csv"
+    every = tables / "quick-methods"
     if every.exists():
-        table = pd.read_csv(every)
+        table = pd.read_csv(every / "main_table.csv")
+        context = json.loads((every / results.RUN).read_text(encoding="utf-8"))["context"]
+        told = [line for headline in HEADLINES for line in _headline(tables, *headline)]
         lines += [
-            "", f"Every method, {int(table['n'].max())} samples of at most 1,024 tokens (study `methods`):", "", *_table(table)
+            "", f"Every method, {int(table['n'].max())} samples of at most {context:,} tokens (study `methods`):", "",
+            *_table(table), "", f"From the studies, on samples of at most {context:,} tokens:", "", *told,
         ]  # fmt: skip
-    told = [line for headline in HEADLINES for line in _headline(tables, *headline)]
-    if told:
-        lines += ["", "From the studies, on samples of at most 1,024 tokens:", "", *told]
     return "\n".join(lines) + "\n"
 
 

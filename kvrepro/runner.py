@@ -15,6 +15,7 @@ from typing import Any
 
 from . import gate, models, profiles, results, tasks
 from .errors import UserError
+from .models import row_of
 from .progress import progress
 from .tasks.base import Sample
 
@@ -24,7 +25,9 @@ DEFAULT_MODEL = "smollm2-135m"
 
 def folder(profile: str, model: str = DEFAULT_MODEL, device: str = "cpu", study: str | None = None) -> str:
     """Name of the results folder of a run: one for each set of settings that cannot share one."""
-    parts = [profile, study, None if model == DEFAULT_MODEL else Path(model).name, device.partition(":")[0]]
+    row = row_of(model)  # a model of the registry may be given by its hub id, too
+    named = row.name if row else Path(model).name
+    parts = [profile, study, None if named == DEFAULT_MODEL else named, device.partition(":")[0]]
     return "-".join(part for part in parts if part and part != "cpu")
 
 
@@ -175,7 +178,9 @@ def _arms(names: Sequence[str], retain: Sequence[float]) -> list[Any]:
         if name in ("full", "full-folded"):
             arms.append(NamedArm(name, 1.0))
         else:
-            arms += [NamedArm(name, Budget(retain=share).retain or share) for share in retain]
+            for share in retain:
+                Budget(retain=share)  # so is a share that is none
+                arms.append(NamedArm(name, share))
     return arms
 
 

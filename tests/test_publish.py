@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from kvrepro import analyses, publish, results, runner, studies
 
@@ -62,3 +65,23 @@ def test_what_is_carried_of_each_run_is_whole_and_holds_no_text() -> None:
         assert runner.folder(run["profile"], run["model"]) == folder.name
         table = pd.read_csv(folder / "main_table.csv").set_index("arm")
         assert results.main_table(analyses.at(frame))["kl"].round(4).equals(table["kl"].round(4)), folder.name
+
+
+def test_a_run_is_published_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything goes where it is committed, and the README's blocks are written from it."""
+    shutil.copytree(TABLES.parent, tmp_path / "data" / "results")
+    shutil.copy(publish.ROOT / "README.md", tmp_path)
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    monkeypatch.setattr(publish, "TABLES", tmp_path / "data" / "results")
+    run = tmp_path / "smoke-positions"
+    runner.run("smoke", out=run, methods=["full", "selkv"], task_names=["needle-single"], limit=2, quiet=True)
+    written = {path.relative_to(tmp_path).as_posix() for path in publish.publish([run])}
+    target = "data/results/smoke-positions"
+    assert {
+        f"{target}/{name}" for name in ("records.csv.gz", "main_table.csv", "summary.csv", "run.json")
+    } <= written
+    assert json.loads((tmp_path / target / "run.json").read_text())["dtype"] == "float32"
+    assert (
+        "README.md" in written
+        and publish.block(publish.TABLES).strip() in (tmp_path / "README.md").read_text()
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -60,15 +61,43 @@ def test_notebooks_read_carried_records_only_where_no_run_has_begun(
 ) -> None:
     monkeypatch.setattr(notebooks, "ROOT", tmp_path)
     monkeypatch.setattr(runner, "run", lambda *_, **__: pytest.fail("measured although records are carried"))
-    carried = tmp_path / "data" / "results" / "quick-positions"
-    carried.mkdir(parents=True)
-    frame = pd.DataFrame(
-        {"sample": ["a"], "task": "t", "category": "code", "method": "selkv", "arm": "selkv", "retain": 0.25}
-        | dict.fromkeys(results.METRICS, 0.5)
-    )
-    frame.to_csv(carried / results.CARRIED, index=False)
+    carry(tmp_path, "quick-positions")
     assert list(notebooks.records("quick", "smollm2-135m", "cpu", study="positions")["arm"]) == ["selkv"]
+    assert len(notebooks.records("quick", "smollm2-135m", "cpu", 0.25, "positions")) == 1
     monkeypatch.setattr(runner, "run", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("measured")))
     (tmp_path / "results" / "quick-positions").mkdir(parents=True)
     with pytest.raises(RuntimeError, match="measured"):
         notebooks.records("quick", "smollm2-135m", "cpu", study="positions")
+
+
+def test_a_share_that_is_not_carried_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebooks, "ROOT", tmp_path)
+    carry(tmp_path, "quick-positions")
+    monkeypatch.setattr(runner, "run", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("measured")))
+    with pytest.raises(RuntimeError, match="measured"):
+        notebooks.records("quick", "smollm2-135m", "cpu", 0.5, "positions")
+
+
+def test_other_models_are_read_where_there_are_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notebooks, "ROOT", tmp_path)
+    carry(tmp_path, "quick-methods-gemma3-270m")
+    found = notebooks.stored("quick", ["gemma3-270m", "smollm2-135m-mha"], "cpu", "methods")
+    assert list(found) == ["gemma3-270m"] and len(found["gemma3-270m"]) == 1
+
+
+def test_make_runs_every_study() -> None:
+    listed = re.search(r"^STUDIES := (.*)$", (notebooks.ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert listed and set(listed.group(1).split()) == set(studies.STUDIES)
+
+
+def carry(root: Path, name: str) -> None:
+    """One record, as the repository would carry it."""
+    folder = root / "data" / "results" / name
+    folder.mkdir(parents=True)
+    frame = pd.DataFrame(
+        {"sample": ["a"], "task": "t", "category": "code", "method": "selkv", "arm": "selkv", "retain": 0.25}
+        | dict.fromkeys(results.METRICS, 0.5)
+    )
+    frame.to_csv(folder / results.CARRIED, index=False)

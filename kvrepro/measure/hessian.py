@@ -362,7 +362,16 @@ def left_out(
     -------
     DataFrame
         ``set, layer, head, first, attention``, the terms ``first_term, second_term``, and ``ratio`` of their sizes.
+
+    Raises
+    ------
+    UserError
+        A model in half precision, or a text that is too short.
     """
+    if next(model.parameters()).dtype in (torch.float16, torch.bfloat16):
+        raise UserError(
+            "left_out takes differences of gradients, which half precision cannot resolve; load the model in float32"
+        )
     scene = _Scene.of(model, input_ids, retain)
     generator = np.random.default_rng(seed)
     count = len(scene.layers)

@@ -38,7 +38,8 @@ def run(
     dict
         ``machine`` and ``rows``: arm, context (tokens of the prompt), seconds of each repeat, of which compression
         (inside ``compress``), ``ratio`` of the seconds to the plain prefill's of the same repeat (median, low, high),
-        and ``overhead``: compression as a share of the rest of the same prefill.
+        and ``overhead``: compression as a share of the rest of the same prefill (None on CUDA, whose clock inside
+        ``compress`` would count other kernels).
     """
     model, tokenizer = load(model_name, device=device, dtype=dtype)
     rows = []
@@ -62,7 +63,9 @@ def run(
                 "seconds": seconds[arm],
                 "compression": inside[arm],
                 "ratio": _spread([a / b for a, b in zip(seconds[arm], seconds["full"], strict=True)]),
-                "overhead": _spread([c / (a - c) for a, c in zip(seconds[arm], inside[arm], strict=True)]),
+                "overhead": None
+                if model.device.type == "cuda"
+                else _spread([c / (a - c) for a, c in zip(seconds[arm], inside[arm], strict=True)]),
             }
             for arm in arms
         ]
@@ -93,6 +96,6 @@ def text(found: dict[str, Any]) -> str:
         lines.append(
             f"{row['arm']:<22}{row['context']:>8}{statistics.median(row['seconds']):>9.2f}"
             f"  {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
-            f"   {share['median']:.1%} ({share['low']:.1%} to {share['high']:.1%})"
+            + (f"   {share['median']:.1%} ({share['low']:.1%} to {share['high']:.1%})" if share else "   –")
         )
     return "\n".join(lines)

@@ -43,9 +43,8 @@ class Adjacent(PairMerger):
         return SELECTOR.score(entries, observed)
 
     def most(self, slots: int) -> int:
-        return max(
-            1, slots // 8
-        )  # far more is merged at once than in a chunk: a full round would pair heavy tokens too
+        # Far more is merged at once than after a chunk: a full round would pair heavy tokens, too.
+        return max(1, slots // 8)
 
     def pair_weights(self, pairs: Pairs) -> Tensor:
         return pairs.share
