@@ -202,7 +202,7 @@ def test_measures_that_disagree_are_both_named(tmp_path: Path) -> None:
     path = write(tmp_path / "quick", {"selkv": 0.2, "snapkv": 0.3}, score=50.0)
     judged = judge(claim(), Runs(path), n_boot=300)
     assert readings.verdict(judged) == "inconclusive by score, supported by KL"
-    assert "score +0.00 [+0.00, +0.00] (–); KL −0.1" in readings.evidence(judged)
+    assert "score +0.00 [+0.00, +0.00] (every sample ties); KL −0.1" in readings.evidence(judged)
 
 
 def test_one_sample_a_task_gives_no_verdict(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_what_is_not_stored_is_not_tested_and_says_what_to_run(tmp_path: Path) -
     why = judge(ALL["exact-above-diagonal"], runs).why
     assert why == "no records of quick-slimmer; `kvrepro run --profile quick --study slimmer`"
     why = judge(ALL["kvslimmer-same-sign"], runs).why
-    assert why.endswith("--study methods --model mistralai/Mistral-7B-Instruct-v0.3`")
+    assert why.endswith("--study methods --model mistral-7b-v0.3`")
     assert judge(claim("selkv", "h2o"), runs).why.startswith("quick has no h2o at 25% of the entries; `")
     assert judge(claim(retain=(0.25, 0.1)), runs).why.startswith("quick has no selkv at 10% of the entries")
     assert (
