@@ -109,9 +109,11 @@ def block(tables: Path) -> str:
         table = pd.read_csv(every / "main_table.csv")
         context = json.loads((every / results.RUN).read_text(encoding="utf-8"))["context"]
         told = [line for headline in HEADLINES for line in _headline(tables, *headline)]
+        sizes = f"samples of at most {context:,} tokens"
         lines += [
-            "", f"Every method, {int(table['n'].max())} samples of at most {context:,} tokens (study `methods`):", "",
-            *_table(table), "", f"From the studies, on samples of at most {context:,} tokens:", "", *told,
+            "", f"Every method, {int(table['n'].max())} {sizes} (study `methods`):", "", *_table(table),
+            "", "KL from each model's own full cache:", "", *_models(tables),
+            "", f"From the studies, on {sizes}:", "", *told,
         ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -130,6 +132,22 @@ def _table(main: pd.DataFrame) -> list[str]:
             f"| {row['agree']:.3f} | {row['kept_entries']:.0%} | {row['kept_bytes']:.1%} |"
             for row in main.to_dict("records")
         ),
+    ]
+
+
+def _models(tables: Path) -> list[str]:
+    """The study ``methods`` on every model it was run on: a row an arm, a column a model."""
+    columns = {}
+    for folder in sorted(tables.glob("quick-methods*"), key=lambda path: (len(path.name), path.name)):
+        model = json.loads((folder / results.RUN).read_text(encoding="utf-8"))["model"]
+        table = pd.read_csv(folder / "main_table.csv").set_index("arm")
+        columns[f"{model} (n = {int(table['n'].max())})"] = table["kl"]
+    wide = pd.DataFrame(columns).drop(index="full")
+    wide = wide.loc[results.in_order(wide.index, results.ARMS)]
+    head = ["| method | " + " | ".join(wide.columns) + " |", "|---" * (len(wide.columns) + 1) + "|"]
+    return head + [
+        f"| {plots.look(str(arm)).label} | " + " | ".join(f"{kl:.3f}" for kl in row) + " |"
+        for arm, row in zip(wide.index, wide.to_numpy(), strict=True)
     ]
 
 
