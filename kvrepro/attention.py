@@ -16,6 +16,7 @@ from torch import Tensor
 from .entries import Entries
 from .rope import Rope
 
+SAMPLE_BLOCK = 64  # sampled queries a block: fewer, and they all see about the same part of the prompt
 QUERY_BLOCK = 256  # queries a block of whole-prompt statistics: [H, 256, n] floats at a time
 
 
@@ -188,19 +189,23 @@ class Observed:
     def _sampled_mass(self, entries: Entries, count: int) -> Tensor:
         total, n, device = self.queries.shape[1], len(entries), self.queries.device
         group = self.heads // entries.kv_heads
-        mass = at_least_float32(entries.keys).new_zeros(entries.kv_heads, group, n)
+        keys = at_least_float32(entries.keys)
+        mass = keys.new_zeros(entries.kv_heads, group, n)
         rows = (
             (torch.arange(count, device=device) * 2 + 1) * total // (2 * count)
         )  # the middle of each stretch
-        for block in rows.split(QUERY_BLOCK):
-            seen = n - total + int(block[-1]) + 1
+        for block in rows.split(SAMPLE_BLOCK):
+            first, seen = n - total + int(block[0]) + 1, n - total + int(block[-1]) + 1
             query = fold(at_least_float32(self.queries[None, :, block]) * self.scaling, entries.kv_heads)[0]
-            logits = softcapped(
-                query @ at_least_float32(entries.keys[:, :seen]).transpose(1, 2), self.softcap
-            )
+            logits = softcapped(query @ keys[:, :seen].transpose(1, 2), self.softcap)
             logits = logits.view(entries.kv_heads, group, len(block), seen)
-            later = torch.arange(seen, device=device) > n - total + block[:, None]  # [q, seen]
-            mass[:, :, :seen] += torch.softmax(logits.masked_fill_(later, -torch.inf), -1).sum(2)
+            later = torch.arange(first, seen, device=device) > n - total + block[:, None]
+            logits[..., first:].masked_fill_(later, -torch.inf)
+            if self.logsumexp is None:
+                whole = logits.logsumexp(-1)
+            else:
+                whole = at_least_float32(self.logsumexp[:, block]).view_as(logits[..., 0])
+            mass[:, :, :seen] += logits.sub_(whole[..., None]).exp_().sum(2)
         return mass
 
     def _logits(self, entries: Entries, begin: int, stop: int, seen: int) -> Tensor:
