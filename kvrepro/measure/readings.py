@@ -126,7 +126,7 @@ def reading(frame: pd.DataFrame, *names: str) -> str:
     return caution(frame) + sentences(judged)
 
 
-def caution(frame: pd.DataFrame, least: int = 20) -> str:
+def caution(frame: pd.DataFrame, least: int = 15) -> str:
     """A sentence where the samples are so few that an interval says nothing, else nothing."""
     n = frame["sample"].nunique()
     if n >= least:
