@@ -345,6 +345,8 @@ class Runs:
         named = runner.folder(self.profile, model or self.model, self.device, test.study)
         places = self.roots if self.single and not model else [root / named for root in self.roots]
         path = next(filter(results.holds, places), None)
+        if self.single and model:
+            raise _Lacking("needs the runs of several models; give the folder that holds them, or none")
         missing = f"no records of {named}"
         if path:
             if path not in self._frames:
@@ -363,7 +365,7 @@ class Runs:
             if (folder / asymmetry.FILE).exists():
                 return asymmetry.read(folder)
         raise _Lacking(
-            f"decided in notebook 6, whose table is stored with carried runs only ({named} is none)"
+            f"decided in notebook 6; its table ({asymmetry.FILE}) lies with the carried run, which `kvrepro claims` alone reads"
         )
 
     def _command(self, test: Comparison, model: str | None) -> str:

@@ -198,7 +198,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("run", run, "measure a profile's arms on its samples; goes on where it was stopped")
     _model(sub)
     sub.add_argument("--profile", default="quick", help="smoke, quick or full (default: quick)")
-    sub.add_argument("--study", help="a larger grid for one question: methods, slimmer, released, ...")
+    sub.add_argument(
+        "--study", help="a larger grid for one question: methods, slimmer, released, positions or selectors"
+    )
     sub.add_argument(
         "--methods", help="arms, comma separated, instead of the profile's (e.g. full,selkv,selkv/evict)"
     )
@@ -245,11 +247,11 @@ def _parser() -> argparse.ArgumentParser:
         "generate", generate, "answer a prompt with a compressed cache, and show what the cache held"
     )
     _model(sub)
-    sub.add_argument("--method", default="selkv")
+    sub.add_argument("--method", default="selkv", help="an arm of `kvrepro methods` (default: selkv)")
     sub.add_argument("--retain", type=float, help="share of entries to keep (default: 0.25)")
     sub.add_argument("--budget", type=int, help="entries to keep, instead of --retain")
     sub.add_argument("--prompt-file", required=True, help="a UTF-8 text file, - for standard input")
-    sub.add_argument("--max-new-tokens", type=int, default=64)
+    sub.add_argument("--max-new-tokens", type=int, default=64, help="of the answer, at most (default: 64)")
     _json(sub)
 
     sub = command("vectors", vectors, "write known-answer files of every method")
@@ -277,10 +279,12 @@ def _parser() -> argparse.ArgumentParser:
     sub = bench.add_parser("prefill", help="time of prefill and compression against the plain prefill")
     sub.set_defaults(command=bench_prefill)
     _model(sub)
-    sub.add_argument("--context", type=_positive, nargs="+", default=[4096], help="tokens of the prompt")
+    sub.add_argument(
+        "--context", type=_positive, nargs="+", default=[4096], help="tokens of the prompt (default: 4096)"
+    )
     sub.add_argument("--methods", help="arms, comma separated (default: selkv,snapkv,pyramidkv,h2o,bifocal)")
-    sub.add_argument("--retain", type=float, default=0.25)
-    sub.add_argument("--repeats", type=_positive, default=5)
+    sub.add_argument("--retain", type=float, default=0.25, help="share of entries to keep (default: 0.25)")
+    sub.add_argument("--repeats", type=_positive, default=5, help="of each arm, interleaved (default: 5)")
     _json(sub)
     return parser
 

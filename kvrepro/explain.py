@@ -63,20 +63,23 @@ SCHEDULES = {
 def text(found: dict[str, Any], width: int = 110) -> str:
     """The same for a person."""
     lines = [f"{found['method']}  ({found['paper']})", "", found["summary"], ""]
-    lines += ["formula"] + textwrap.wrap(found["formula"], width, initial_indent="  ", subsequent_indent="  ")
+    method, _, arm = found["method"].partition("/")
+    changed = found["arms"].get(arm, {})
+    lines += [
+        f"formula (of {method}; the arm changes the marked settings)" if arm else "formula"
+    ] + textwrap.wrap(found["formula"], width, initial_indent="  ", subsequent_indent="  ")
     lines += [f"schedule\n  {found['schedule']}: {SCHEDULES[found['schedule']]}", "settings"]
     for row in found["settings"]:
         shown = f"  {row['name']} = {row['default']!r}"
         if len(row["choices"]) > 1 and len(row["choices"]) < 10:
             shown += "   of " + ", ".join(map(repr, row["choices"]))
+        if row["name"] in changed:
+            shown += "   <- set by this arm"
         lines += [shown, f"      {row['meaning']}  [{row['source']}]"]
     if not found["settings"]:
         lines.append("  none")
     if found["arms"]:
         lines.append("arms")
         for arm, settings in found["arms"].items():
-            lines.append(
-                f"  {found['method'].partition('/')[0]}/{arm}: "
-                + ", ".join(f"{k}={v!r}" for k, v in settings.items())
-            )
+            lines.append(f"  {method}/{arm}: " + ", ".join(f"{k}={v!r}" for k, v in settings.items()))
     return "\n".join(lines)

@@ -164,12 +164,12 @@ def _difference(row: dict[Any, Any]) -> str:
     verdict = "closer" if row["high"] < 0 else "farther" if row["low"] > 0 else "no difference seen"
     return (
         f"- {plots.look(str(row['arm'])).label} against {plots.look(str(row['baseline'])).label}: {_signed(row['diff'])} "
-        f"[{_signed(row['low'])}, {_signed(row['high'])}], n = {row['n']}: {verdict} ({row['detectable']:.3f})"
+        f"[{_signed(row['low'])}, {_signed(row['high'])}], n = {row['n']}: {verdict} ({row['detectable']:.4f})"
     )
 
 
 def _signed(number: float) -> str:
-    return f"{round(number, 3) + 0.0:+.3f}"  # + 0.0: no negative zero
+    return f"{round(number, 4) + 0.0:+.4f}"  # + 0.0: no negative zero
 
 
 if __name__ == "__main__":

@@ -126,8 +126,8 @@ def reading(frame: pd.DataFrame, *names: str) -> str:
     return caution(frame) + sentences(judged)
 
 
-def caution(frame: pd.DataFrame, least: int = 15) -> str:
-    """A sentence where the samples are so few that an interval says nothing, else nothing."""
+def caution(frame: pd.DataFrame, least: int = 18) -> str:
+    """A sentence where the samples are too few for intervals, which take two of each of the nine offline tasks."""
     n = frame["sample"].nunique()
     if n >= least:
         return ""
@@ -275,7 +275,7 @@ CONSERVATION = {
     "mass_share": "share: Σ l",
     "tokens_held": "share: tokens held",
     "merges": "merges",
-    "composite": "of merged slots",
+    "composite": "fallback: slot merged in the same step",
     "left_out": "queries left out",
     "no_mass": "no attention",
     "denominator": "vanishing denominator",
