@@ -325,7 +325,9 @@ def test_one_run_judges_whatever_it_has_the_arms_for(tmp_path: Path) -> None:
     judged = {one.claim.id: one for one in claims.judge_all(path, n_boot=200)}
     assert judged["selkv-above-look-m"].verdicts["kl"] == "supported"  # of a study, but the arms are here
     assert not judged["gate-helps"].verdicts
-    assert not judged["gains-larger-on-gqa"].verdicts and "several models" in judged["gains-larger-on-gqa"].why
+    assert (
+        not judged["gains-larger-on-gqa"].verdicts and "several models" in judged["gains-larger-on-gqa"].why
+    )
     text = readings.claims_as_text(list(judged.values()))
     head, *lines = text.split("\n\n")[0].splitlines()
     assert all(
