@@ -180,7 +180,10 @@ class Observed:
         return mass
 
     def sampled_mass(self, entries: Entries, count: int | None) -> Tensor:
-        """The same for ``count`` queries evenly spread over the prompt (None, or no fewer than there are: all)."""
+        """The same for ``count`` queries evenly spread over the prompt (None, or no fewer than there are: all).
+
+        Only for entries without a bias, as a prompt's are before anything was compressed.
+        """
         total = self.queries.shape[1]
         if count is None or count >= total:
             return self.column_mass(entries)
