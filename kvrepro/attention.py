@@ -17,7 +17,8 @@ from .entries import Entries
 from .rope import Rope
 
 SAMPLE_BLOCK = 64  # sampled queries a block: fewer, and they all see about the same part of the prompt
-QUERY_BLOCK = 256  # queries a block of whole-prompt statistics: [H, 256, n] floats at a time
+QUERY_BLOCK = 256  # queries a block of whole-prompt statistics, at most: [H, 256, n] floats at a time
+BLOCK_FLOATS = {"cpu": 2**21, "cuda": 2**26}  # what stays in a CPU's cache; what fills a GPU
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -28,6 +29,11 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
     """Gemma 2's cap; biases are added after it."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def query_block(width: int, device: torch.device) -> int:
+    """Queries a block, where each has ``width`` = H·n floats of statistics."""
+    return max(16, min(QUERY_BLOCK, BLOCK_FLOATS.get(device.type, 2**26) // width))
 
 
 def fold(query: Tensor, kv_heads: int) -> Tensor:
@@ -173,8 +179,9 @@ class Observed:
         total = self.queries.shape[1]
         group = self.heads // entries.kv_heads
         mass = at_least_float32(entries.keys).new_zeros(entries.kv_heads, group, len(entries))
-        for begin in range(start, total, QUERY_BLOCK):
-            stop = min(begin + QUERY_BLOCK, total)
+        block = query_block(self.heads * len(entries), mass.device)
+        for begin in range(start, total, block):
+            stop = min(begin + block, total)
             seen = len(entries) - total + stop
             mass[:, :, :seen] += self.weights(entries, begin, stop, seen).sum(2)
         return mass
@@ -231,8 +238,9 @@ class Observed:
         if self.logsumexp is None:
             total = self.queries.shape[1]
             blocks = []
-            for begin in range(0, total, QUERY_BLOCK):
-                stop = min(begin + QUERY_BLOCK, total)
+            block = query_block(self.heads * len(entries), self.queries.device)
+            for begin in range(0, total, block):
+                stop = min(begin + block, total)
                 logits = self._logits(entries, begin, stop, len(entries) - total + stop)
                 blocks.append(logits.logsumexp(-1).flatten(0, 1))
             self.logsumexp = torch.cat(blocks, 1)

@@ -80,12 +80,9 @@ class KVMerger(Method):
         if int((cosine > self.threshold).sum()) >= needed:
             threshold = self.threshold
         else:
-            levels = (
-                torch.cat([cosine[torch.isfinite(cosine)], cosine.new_tensor([-torch.inf])]).unique().flip(0)
-            )
-            levels = levels[levels <= self.threshold]
-            above = (cosine[None] > levels[:, None]).sum(1)
-            enough = (above >= needed) & torch.isfinite(levels)
+            rising = cosine[torch.isfinite(cosine)].sort().values
+            levels = rising[rising <= self.threshold].unique().flip(0)
+            enough = len(rising) - torch.searchsorted(rising, levels, right=True) >= needed
             threshold = float(levels[enough][0]) if enough.any() else -torch.inf
         joined = cosine > threshold  # token i + 1 goes into i's run
         run = torch.cat([joined.new_zeros(1, dtype=torch.long), (~joined).long().cumsum(0)])

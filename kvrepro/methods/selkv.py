@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..attention import QUERY_BLOCK, Observed, at_least_float32
+from ..attention import Observed, at_least_float32, query_block
 from ..entries import Entries, gather
 from .base import Diagnostics, Method, register, setting
 from .bifocal import Bifocal
@@ -257,8 +257,9 @@ def _anywhere(entries: Entries, observed: Observed, targets: Tensor) -> Tensor:
     """For each token the most attended target at or before it, in any bucket: [Hkv, n], -1 where there is none."""
     n = len(entries)
     chosen = []
-    for begin in range(0, n, QUERY_BLOCK):
-        stop = min(begin + QUERY_BLOCK, n)
+    block = query_block(observed.heads * n, entries.keys.device)
+    for begin in range(0, n, block):
+        stop = min(begin + block, n)
         weights = observed.weights(entries, begin, stop, stop).sum(1)  # [Hkv, q, stop]
         causal = torch.ones(stop - begin, stop, dtype=torch.bool, device=weights.device).tril(begin)
         best, slot = torch.where(targets[:, None, :stop] & causal, weights, -1).max(-1)
