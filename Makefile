@@ -23,7 +23,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # where runs go, as `kvrepro run` names it
 OUT := results/$(PROFILE)$(if $(filter-out smollm2-135m,$(MODEL)),-$(notdir $(MODEL)))$(if $(filter-out cpu,$(DEVICE)),-cuda)
-STUDIES := methods slimmer released positions selectors
+STUDIES := methods slimmer released positions selectors sweep sweep-chunked
 RUN = $(BIN)/kvrepro run --profile $(PROFILE) --model $(MODEL) $(if $(RETAIN),--retain $(RETAIN))
 NOTEBOOKS = $(BIN)/kvrepro notebooks --profile $(PROFILE) --model $(MODEL) $(if $(RETAIN),--retain $(RETAIN))
 

@@ -56,15 +56,19 @@ def run(given: argparse.Namespace) -> None:
     path = runner.run(
         studies.of(given.study, given.profile) if given.study else given.profile,
         given.model,
-        out=given.out or f"results/{runner.folder(given.profile, given.model, given.device, given.study)}",
+        out=given.out
+        or f"results/{runner.folder(given.profile, given.model, given.device, given.study, given.context)}",
         device=given.device,
         dtype=given.dtype,
         methods=_names(given.methods),
         task_names=_names(given.tasks),
         limit=given.limit,
         retain=None if given.retain is None else [given.retain],
+        context=given.context,
         data=given.data,
         gated=not given.no_gate,
+        executor=given.executor,
+        workers=given.workers,
     )
     print(f"{path}")
 
@@ -197,9 +201,14 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("run", run, "measure a profile's arms on its samples; goes on where it was stopped")
     _model(sub)
-    sub.add_argument("--profile", default="quick", help="smoke, quick or full (default: quick)")
     sub.add_argument(
-        "--study", help="a larger grid for one question: methods, slimmer, released, positions or selectors"
+        "--profile",
+        default="quick",
+        help="smoke, quick or full; with --data longbench, ruler or papers (default: quick)",
+    )
+    sub.add_argument(
+        "--study",
+        help="a larger grid for one question: methods, slimmer, released, positions, selectors, sweep, sweep-chunked",
     )
     sub.add_argument(
         "--methods", help="arms, comma separated, instead of the profile's (e.g. full,selkv,selkv/evict)"
@@ -207,13 +216,25 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--tasks", help="tasks, comma separated, instead of the profile's")
     sub.add_argument("--limit", type=int, help="samples a task, at most")
     sub.add_argument("--retain", type=float, help="share of entries to keep, instead of the profile's")
+    sub.add_argument("--context", type=int, help="longest prompt in tokens, instead of the profile's")
     sub.add_argument(
         "--data",
         help="folder with LongBench or RULER rows (JSONL), or hub; makes tasks such as longbench/qasper known",
     )
-    sub.add_argument("--out", help="results folder (default: results/PROFILE[-STUDY][-MODEL][-cuda])")
+    sub.add_argument("--out", help="results folder (default: results/PROFILE[-STUDY][-CONTEXT][-MODEL][-cuda])")
     sub.add_argument(
         "--no-gate", action="store_true", help="go on where the full cache scores far below what is published"
+    )
+    sub.add_argument(
+        "--executor",
+        default="local",
+        choices=("local", "ray"),
+        help="ray: many devices, of this machine or of the cluster at RAY_ADDRESS (default: local)",
+    )
+    sub.add_argument(
+        "--workers",
+        type=_positive,
+        help="of ray (default: one for each GPU, on CPUs one for every four of a machine)",
     )
 
     sub = command("table", table, "the main table of a results folder")

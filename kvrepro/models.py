@@ -39,6 +39,7 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_tex
 """Values of `config.model_type` whose attention kvrepro knows."""
 
 DTYPES = ("float32", "bfloat16", "float16")
+SAFE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # how files are read, always
 
 # Chat models end a turn on another token than the document, and checkpoints often list only one of them.
 END_TOKENS = (
@@ -217,10 +218,9 @@ def load(
     if attn_implementation == "kvrepro":
         import kvrepro.hf  # noqa: F401  registers the attention function
     try:
-        model, tokenizer = _from_folder(name, folder, wanted, attn_implementation)
+        tokenizer = _tokenizer(name, folder, row)
+        model = _from_folder(name, folder, wanted, attn_implementation)
         _greedy(model, tokenizer, row.stop if row else ())
-        if row and tokenizer.chat_template is None:
-            tokenizer.chat_template = row.template
         if name == _SMOLLM2_MHA.name:
             to_mha(model)
         model.to(where)
@@ -229,6 +229,12 @@ def load(
             f"{name} does not fit into the memory of {where}; take a smaller model, dtype bfloat16, or another device"
         ) from error
     return model.eval(), tokenizer
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer that `load` gives with a model; of the weights, at most the files are fetched."""
+    row = row_of(name)
+    return _tokenizer(name, _fetch(name, row, lambda folder: _check_architecture(name, folder)), row)
 
 
 def to_mha(model: Any) -> Any:
@@ -413,7 +419,7 @@ def _check(name: str, folder: Path, device: str, dtype: torch.dtype | str) -> No
     _check_architecture(name, folder)
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(folder, **SAFE)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{name} has a config.json that transformers cannot read ({type(error).__name__})"
@@ -455,11 +461,8 @@ def _free(device: str) -> dict[str, int]:
     return free
 
 
-def _from_folder(
-    name: str, folder: Path, dtype: torch.dtype | str, attn_implementation: str
-) -> tuple[Any, Any]:
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+def _tokenizer(name: str, folder: Path, row: ModelRow | None) -> Any:
+    from transformers import AutoTokenizer
 
     old = (folder / "tokenizer.model").exists() and not (folder / "tokenizer.json").exists()
     if old and find_spec("sentencepiece") is None:
@@ -467,29 +470,46 @@ def _from_folder(
             f"{name} has a SentencePiece tokenizer.model and no tokenizer.json; pip install sentencepiece protobuf, or "
             f"load the tokenizer with transformers where they are installed and save_pretrained it into {folder}"
         )
-    safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    with _readable(name, folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", **SAFE)
+    if row and tokenizer.chat_template is None:
+        tokenizer.chat_template = row.template
+    return tokenizer
+
+
+def _from_folder(name: str, folder: Path, dtype: torch.dtype | str, attn_implementation: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _readable(name, folder):
+        config = AutoConfig.from_pretrained(folder, **SAFE)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=_resolved(config, dtype),
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            output_loading_info=True,
+            **SAFE,
+        )
+    # transformers fills what a checkpoint lacks with random numbers and only warns
+    if report["missing_keys"]:
+        raise UserError(f"{name} lacks the weights {sorted(report['missing_keys'])[0]}...; fetch it again")
+    return model
+
+
+@contextmanager
+def _readable(name: str, folder: Path) -> Iterator[None]:
+    """What transformers says of a damaged folder, in one line."""
+    from safetensors import SafetensorError
+
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(folder, **safe)
-            tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", **safe)
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=_resolved(config, dtype),
-                attn_implementation=attn_implementation,
-                use_safetensors=True,
-                output_loading_info=True,
-                **safe,
-            )
+            yield
     except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
         first = next(iter(str(error).splitlines()), "")[:200]
         raise UserError(
             f"cannot load {name}: {type(error).__name__}: {first}; check the folder {folder}"
         ) from error
-    # transformers fills what a checkpoint lacks with random numbers and only warns
-    if report["missing_keys"]:
-        raise UserError(f"{name} lacks the weights {sorted(report['missing_keys'])[0]}...; fetch it again")
-    return model, tokenizer
 
 
 def _greedy(model: Any, tokenizer: Any, more: tuple[str, ...]) -> None:

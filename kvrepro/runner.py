@@ -9,11 +9,15 @@ sample it was at, and running again goes on from there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import gate, models, profiles, results, tasks
+from . import gate, models, profiles, results, scale, tasks
 from .errors import UserError
 from .models import row_of
 from .progress import progress
@@ -21,14 +25,22 @@ from .tasks.base import Sample
 
 Work = tuple[Sample, list[Any]]
 DEFAULT_MODEL = "smollm2-135m"
+EVERY = 1 << 30  # rows of a benchmark: all there are
+EXECUTORS = ("local", "ray")
 
 
-def folder(profile: str, model: str = DEFAULT_MODEL, device: str = "cpu", study: str | None = None) -> str:
+def folder(
+    profile: str,
+    model: str = DEFAULT_MODEL,
+    device: str = "cpu",
+    study: str | None = None,
+    context: int | None = None,
+) -> str:
     """Name of the results folder of a run: one for each set of settings that cannot share one."""
     row = row_of(model)  # a model of the registry may be given by its hub id, too
     named = row.name if row else Path(model).name
-    parts = [profile, study, None if named == DEFAULT_MODEL else named, device.partition(":")[0]]
-    return "-".join(part for part in parts if part and part != "cpu")
+    parts = [profile, study, context, None if named == DEFAULT_MODEL else named, device.partition(":")[0]]
+    return "-".join(str(part) for part in parts if part and part != "cpu")
 
 
 def run(
@@ -42,8 +54,11 @@ def run(
     task_names: Sequence[str] | None = None,
     limit: int | None = None,
     retain: Sequence[float] | None = None,
+    context: int | None = None,
     data: str | Path | None = None,
     gated: bool = True,
+    executor: str = "local",
+    workers: int | None = None,
     quiet: bool = False,
 ) -> Path:
     """Measure a profile's arms on its samples and write ``summary.csv``.
@@ -56,12 +71,14 @@ def run(
         As for ``kvrepro.load``; loaded only if something is missing.
     out
         The results folder; what it holds is not measured again.
-    methods, task_names, limit, retain
-        Narrow the profile: arms, tasks, samples a task, shares of entries.
+    methods, task_names, limit, retain, context
+        Instead of the profile's: arms, tasks, samples a task at most, shares of entries, longest prompt.
     data
         Folder with benchmark rows, for tasks that are not built offline.
     gated
         Stop where the full cache scores far below what is published of the model (`kvrepro.gate`).
+    executor, workers
+        "ray" spreads the samples over so many workers of a cluster, each with a device of its own (`kvrepro.scale`).
 
     Returns
     -------
@@ -72,10 +89,21 @@ def run(
     ------
     UserError
         An unknown profile, arm or task, a folder that cannot be used, a model that cannot be loaded or that takes
-        shorter prompts; and from the gate, with what was measured kept.
+        shorter prompts, a cluster that cannot be used; and from the gate or for want of memory, with what was measured
+        kept.
     """
+    if executor not in EXECUTORS:
+        raise UserError(f"unknown executor {executor!r}; use one of {', '.join(EXECUTORS)}")
+    if executor == "ray":
+        scale.check(device)
+    elif workers is not None:
+        raise UserError("--workers goes with --executor ray; a local run is one process")
     chosen = profiles.load(profile) if isinstance(profile, str) else profile
-    samples = list(_samples(chosen, task_names, limit, data))
+    if context is not None:
+        if context < 2:
+            raise UserError(f"--context {context} is no prompt; give its longest length in tokens")
+        chosen = replace(chosen, context=context)
+    samples = _samples(chosen, task_names, limit, data, model)
     arms = _arms(methods or chosen.arms, retain or chosen.retain)
     settings = {
         "profile": chosen.name,
@@ -86,42 +114,77 @@ def run(
         "seed": chosen.seed,
     }
     row = models.row_of(model)
+    # a worker may have another working directory
+    where = (
+        str(Path(model).resolve()) if executor == "ray" and row is None and Path(model).is_dir() else model
+    )
     with results.Store(out, settings) as store:
         todo = _missing(store, samples, arms)
         watch = _Watch(store, row.expects if row and gated else None)
         if todo:
-            with _resumable(store, out):
-                _measure(store, todo, watch, settings, chosen.context, device, dtype, quiet)
+            longest = max(sample.max_new_tokens for sample, _ in todo)
+            bench = functools.partial(_Bench, where, device, dtype, store.settings, longest)
+            if executor == "ray":
+                done = scale.carry_out(bench, todo, device=device, workers=workers, quiet=quiet)
+            else:
+                done = _here(bench, todo)
+            label = f"{chosen.name} on {store.settings['model']}"
+            with (
+                _resumable(store, out),
+                contextlib.closing(done),
+            ):  # whatever happens, workers end with the run
+                _measure(store, watch, progress(done, label, total=len(todo), quiet=quiet))
     return results.write_summary(out)
 
 
-def _measure(
-    store: results.Store, todo: list[Work], watch: _Watch, settings: dict[str, Any], context: int, device: str,
-    dtype: str | None, quiet: bool,
-) -> None:  # fmt: skip
-    from .evaluate import evaluate  # torch and transformers are needed only here
-
-    name = settings["model"]
-    model, tokenizer = models.load(name, device=device, dtype=dtype)
-    longest = max(sample.max_new_tokens for sample, _ in todo)
-    if context + longest > (most := models.context(name, model)):
-        raise UserError(
-            f"profile {settings['profile']} has prompts of up to {context} tokens and answers of {longest}, and {name} "
-            f"takes {most} in all; take a smaller profile, or a copy of it with a shorter context"
-        )
-    common = {
-        "model": store.settings["model"],
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": settings["device"],
-        "seed": settings["seed"],
-        "versions": results.versions() | {"weights": models.revision(name, model)},
-    }
-    for sample, missing in progress(todo, f"{settings['profile']} on {store.settings['model']}", quiet=quiet):
-        group = ",".join(f"{arm.name}@{arm.retain:g}" for arm in missing)
-        unit = store.unit(sample.id, group, arms=[arm.settings for arm in missing])
-        records = evaluate(model, tokenizer, sample, missing, context)
-        store.append(unit, [record | common for record in records])
+def _measure(store: results.Store, watch: _Watch, done: Iterator[tuple[Work, list[dict[str, Any]]]]) -> None:
+    for (sample, arms), records in done:
+        group = ",".join(f"{arm.name}@{arm.retain:g}" for arm in arms)
+        store.append(store.unit(sample.id, group, arms=[arm.settings for arm in arms]), records)
         watch.see(records)
+
+
+class _Bench:
+    """A loaded model that carries out units of work: a run has one, and with Ray one in each worker."""
+
+    def __init__(
+        self, name: str, device: str, dtype: str | None, settings: Mapping[str, Any], longest: int
+    ) -> None:
+        self.model, self.tokenizer = models.load(name, device=device, dtype=dtype)
+        self.context = settings["context"]
+        if self.context + longest > (most := models.context(name, self.model)):
+            raise UserError(
+                f"profile {settings['profile']} has prompts of up to {self.context} tokens and answers of {longest}, "
+                f"and {name} takes {most} in all; take a smaller profile, or a shorter --context"
+            )
+        self.common = {
+            "model": settings["model"],
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": settings["device"],
+            "seed": settings["seed"],
+            "versions": results.versions() | {"weights": models.revision(name, self.model)},
+        }
+
+    def __call__(self, sample: Sample, arms: list[Any]) -> list[dict[str, Any]]:
+        import torch  # it and transformers are needed only here
+
+        from .evaluate import evaluate
+
+        try:
+            records = evaluate(self.model, self.tokenizer, sample, arms, self.context)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise UserError(
+                f"{sample.id} under {len(arms)} arms does not fit into the memory of {self.model.device}; what is "
+                "finished is kept: run again with some of the --methods at a time, or with a shorter --context"
+            ) from error
+        return [record | self.common for record in records]
+
+
+def _here(make: Callable[[], _Bench], todo: list[Work]) -> Generator[tuple[Work, list[dict[str, Any]]]]:
+    """Carry out the units one by one in this process (as `scale.carry_out` does in others)."""
+    bench = make()
+    for sample, arms in todo:
+        yield (sample, arms), bench(sample, arms)
 
 
 class _Watch:
@@ -147,24 +210,66 @@ class _Watch:
 
 
 def _samples(
-    profile: profiles.Profile, names: Sequence[str] | None, limit: int | None, data: str | Path | None
-) -> Iterator[Sample]:
-    """The profile's samples, task by task in turn, so that a run cut short has something of every task."""
+    profile: profiles.Profile,
+    names: Sequence[str] | None,
+    limit: int | None,
+    data: str | Path | None,
+    model: str,
+) -> list[Sample]:
+    """The profile's samples, task by task in turn, so that a run cut short has something of every task.
+
+    A question that stands in two of the tasks (LongBench-E was drawn from LongBench's sources) is asked once.
+    """
     known = tasks.available(data=data)
-    if not names:  # what the folder holds, where one is given
-        names = [name for name in known if name not in tasks.available()] if data else list(profile.tasks)
+    offline = tasks.available()
+    if not names:
+        names = list(profile.tasks)
+        if data and set(names) <= set(offline):  # a profile of offline tasks, and a folder: what that holds
+            names = [name for name in known if name not in offline]
+        elif profile.whole:  # a folder need not have all of a benchmark
+            names = [name for name in names if name in known] or names
     for name in names:
         if name not in known:
-            raise UserError(f"unknown task {name!r}; known are {', '.join(known)}")
+            raise UserError(
+                f"unknown task {name!r}; known are {', '.join(known)}"
+                + ("" if data else "; rows of a benchmark come with --data DIR, or --data hub")
+            )
     if limit is not None and limit < 1:
         raise UserError(f"--limit {limit} leaves no sample; give at least 1")
     most = max(profile.tasks.values())
-    sets = [
-        tasks.load(name, min(profile.tasks.get(name, most), limit or most), profile.context, data=data)
-        for name in names
+    fits = _fits(model, profile.context) if profile.whole else None
+    sets = []
+    for name in names:
+        wanted = min(profile.tasks.get(name, most), limit or most)
+        if name in offline:
+            sets.append(tasks.load(name, wanted, profile.context))
+        else:
+            sets.append(
+                _drawn(tasks.load(name, EVERY, profile.context, data=data), wanted, profile.seed, fits)
+            )
+    if not any(sets):
+        raise UserError(f"no row fits {profile.context} tokens whole; take a profile with a longer context")
+    found = [
+        samples[place] for place in range(max(map(len, sets))) for samples in sets if place < len(samples)
     ]
-    for place in range(max(map(len, sets))):
-        yield from (samples[place] for samples in sets if place < len(samples))
+    again = tasks.duplicates(found)
+    return [sample for sample in found if sample.id not in again]
+
+
+def _drawn(
+    samples: list[Sample], wanted: int, seed: int, fits: Callable[[Sample], bool] | None
+) -> list[Sample]:
+    """Some rows of a benchmark, at random but always the same: its files may be sorted by length or kind."""
+    order = sorted(samples, key=lambda sample: hashlib.sha256(f"{seed} {sample.id}".encode()).digest())
+    drawn = (sample for sample in order if fits is None or fits(sample))
+    return list(itertools.islice(drawn, wanted))
+
+
+def _fits(model: str, context: int) -> Callable[[Sample], bool]:
+    from .tasks.prompts import encode
+
+    tokenizer = models.load_tokenizer(model)
+    return lambda sample: not encode(tokenizer, sample, context).truncated
 
 
 def _arms(names: Sequence[str], retain: Sequence[float]) -> list[Any]:

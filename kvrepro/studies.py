@@ -2,7 +2,7 @@
 
 kvrepro run --profile quick --study slimmer      into results/quick-slimmer
 
-A profile says how much is run (``studies``: samples of each task, and a context), a study which arms.
+A profile says how much is run (``studies``: tasks, samples of each, and a context), a study which arms.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ class Study:
     ----------
     question : str
     arms : tuple of str
+    retain : tuple of float
+        Shares to keep; none: the profile's.
     """
 
     question: str
     arms: tuple[str, ...]
+    retain: tuple[float, ...] = ()
 
 
 def _arms_of(method: str, *but: str) -> tuple[str, ...]:
@@ -54,6 +57,16 @@ STUDIES = {
         "Does it help to move kept keys to consecutive positions?",
         ("full", "streaming-llm", "streaming-llm/reindexed", "selkv", "selkv/reposition"),
     ),
+    "sweep": Study(
+        "How does each method stand from 10 to 90 %?",
+        ("full", "streaming-llm", "h2o", "snapkv", "pyramidkv", "look-m", "bifocal", "selkv", "selkv/evict"),
+        (0.1, 0.25, 0.5, 0.75, 0.9),
+    ),
+    "sweep-chunked": Study(
+        "And the methods that compress chunk by chunk?",
+        ("full", "streaming-llm", "asymkv", "kvslimmer", "kvslimmer/drop-lighter"),
+        (0.1, 0.25, 0.5),
+    ),
 }  # fmt: skip
 
 
@@ -73,6 +86,10 @@ def of(study: str, profile: str) -> profiles.Profile:
     if study not in STUDIES:
         raise UserError(f"unknown study {study!r}; known are {', '.join(STUDIES)}")
     whole = profiles.load(profile)
-    tasks = {task: min(n, whole.studies["samples"]) for task, n in whole.tasks.items()}
-    context = whole.studies["context"]
-    return replace(whole, name=f"{profile}-{study}", context=context, tasks=tasks, arms=STUDIES[study].arms)
+    size = whole.studies["default"] | whole.studies.get(study, {})
+    tasks = {task: min(whole.tasks[task], size["samples"]) for task in size.get("tasks", whole.tasks)}
+    asked = STUDIES[study]
+    return replace(
+        whole, name=f"{profile}-{study}", context=size["context"], tasks=tasks, arms=asked.arms,
+        retain=asked.retain or whole.retain,
+    )  # fmt: skip

@@ -547,7 +547,7 @@ def test_bad_arguments() -> None:
 
 
 def test_profiles() -> None:
-    assert profiles.available() == ["smoke", "quick", "full"]
+    assert set(profiles.available()) == {"smoke", "quick", "full", "longbench", "ruler", "papers"}
     quick = profiles.load("quick")
     assert quick.context == 1536 and quick.retain == (0.25,)
     assert sum(quick.tasks.values()) == 96
@@ -558,7 +558,7 @@ def test_profiles() -> None:
 
 def test_profile_refusals() -> None:
     values = {k: v for k, v in vars(profiles.load("smoke")).items() if k != "name"}
-    refused(lambda: profiles.load("huge"), "'huge'", "full, quick, smoke")
+    refused(lambda: profiles.load("huge"), "'huge'", "papers, quick, ruler, smoke")
     refused(lambda: profiles.load("../quick"), "../quick")
     refused(lambda: profiles.parse("p", {**values, "sede": 1}), "'sede'", "seed")
     refused(lambda: profiles.parse("p", {k: v for k, v in values.items() if k != "seed"}), "lacks", "'seed'")

@@ -29,9 +29,17 @@ def test_the_methods_study_has_every_method() -> None:
 @pytest.mark.parametrize("profile", profiles.available())
 def test_a_study_takes_some_samples_of_every_task(profile: str) -> None:
     whole, part = profiles.load(profile), studies.of("positions", profile)
-    assert part.context == whole.studies["context"] and set(part.tasks) == set(whole.tasks)
-    for task, n in whole.tasks.items():
-        assert part.tasks[task] == min(whole.studies["samples"], n)
+    size = whole.studies["default"]
+    assert part.context == size["context"] and set(part.tasks) == set(size.get("tasks", whole.tasks))
+    for task, n in part.tasks.items():
+        assert n == min(size["samples"], whole.tasks[task])
+
+
+def test_a_profile_may_give_a_study_its_own_size() -> None:
+    own = profiles.load("longbench").studies["sweep"]
+    sweep = studies.of("sweep", "longbench")
+    assert sweep.context == own["context"] and list(sweep.tasks) == own["tasks"]
+    assert set(sweep.tasks.values()) == {own["samples"]} and sweep.retain == studies.STUDIES["sweep"].retain
 
 
 def test_an_unknown_study_is_said() -> None:

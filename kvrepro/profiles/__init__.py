@@ -1,11 +1,12 @@
-"""How much is run: `smoke` (CI, minutes), `quick` (the default) and `full`, each a readable YAML file beside this one.
+"""How much is run, each profile a readable YAML file beside this one.
 
-kvrepro run --profile quick
+kvrepro run --profile quick                      `smoke` (CI, minutes), `quick` (the default), `full`: offline tasks
+kvrepro run --profile longbench --data DIR       `longbench`, `ruler`, `papers`: rows of the benchmarks
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ class Profile:
     context
         Longest prompt, in tokens.
     tasks
-        Samples for each task.
+        Samples for each task, at most.
     retain
         Shares of the prompt's entries to keep, in (0, 1].
     arms
@@ -34,7 +35,9 @@ class Profile:
         Seed of everything random: methods that draw.
     studies
         Size of the studies (see ``kvrepro.studies``), whose arms often need a prefill each: ``samples`` of each task,
-        at most, and ``context``.
+        at most, and ``context``, under ``default``; under a study's name what it has instead, ``tasks`` among it.
+    whole
+        Only samples whose prompt fits the context uncut.
     """
 
     name: str
@@ -43,7 +46,8 @@ class Profile:
     retain: tuple[float, ...]
     arms: tuple[str, ...]
     seed: int
-    studies: dict[str, int]
+    studies: dict[str, dict[str, Any]]
+    whole: bool = False
 
 
 def available() -> list[str]:
@@ -69,11 +73,12 @@ def load(name: str) -> Profile:
 def parse(name: str, values: dict[str, Any]) -> Profile:
     """Check the content of a profile file and freeze it."""
     keys = {field.name for field in fields(Profile)} - {"name"}
+    needed = {field.name for field in fields(Profile) if field.default is MISSING} - {"name"}
     if unknown := set(values) - keys:
         raise UserError(
             f"profile '{name}' has unknown key '{min(unknown)}'; known are {', '.join(sorted(keys))}"
         )
-    if lacking := keys - set(values):
+    if lacking := needed - set(values):
         raise UserError(f"profile '{name}' lacks the key '{min(lacking)}'; add it to {name}.yaml")
     retain = tuple(float(share) for share in values["retain"])
     if not all(0 < share <= 1 for share in retain):
