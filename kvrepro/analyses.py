@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from . import plots, results, stats
+from .errors import UserError
 from .methods import method_class
+from .progress import progress
 
 METRICS = ("kl", "nll", "score")
+FULL = ("full", "full-folded")
 GQA, MHA = "smollm2-135m", "smollm2-135m-mha"  # one function, heads that share KV heads and heads that do not
 MAIN = ("full", "streaming-llm", "snapkv", "bifocal", "selkv/evict", "selkv", "selkv/on-snapkv", "kvslimmer")
 
@@ -42,6 +46,8 @@ EVICTION_OF = {
     "kvslimmer/drop-lighter": "streaming-llm",
     **dict.fromkeys(("kvslimmer", "asymkv", "kvslimmer-released"), "kvslimmer/drop-lighter"),
 }
+# And steps of SelKV with its eviction, which is all that is left without them.
+OWN = EVICTION_OF | dict.fromkeys(("selkv/merge-all", "selkv/gate", "selkv/gate+count"), "selkv/evict")
 SELECTORS = tuple(f"bifocal/{arm}" for arm in method_class("bifocal").arms)
 OPERATORS = (
     "selkv/on-bifocal", "selkv/on-bifocal+gate", "selkv/on-bifocal+gated-count", "selkv/on-bifocal+merge-all", "adjacent",
@@ -120,26 +126,57 @@ COMPARISONS = {
 }
 
 
+def shares(frame: pd.DataFrame) -> list[float]:
+    """The shares of entries at which there are records, the full caches aside."""
+    return sorted(frame.loc[~frame["method"].isin(FULL), "retain"].unique())
+
+
 def at(frame: pd.DataFrame, retain: float | None = None) -> pd.DataFrame:
     """Records at one retention (default: 0.25 where there is one, else the smallest) and the full caches."""
-    shares = sorted(frame.loc[~frame["method"].isin(("full", "full-folded")), "retain"].unique())
     if retain is None:
-        retain = 0.25 if 0.25 in shares or not shares else shares[0]
-    return frame[frame["method"].isin(("full", "full-folded")) | (frame["retain"] == retain)]
+        there = shares(frame)
+        retain = 0.25 if 0.25 in there or not there else there[0]
+    return frame[frame["method"].isin(FULL) | (frame["retain"] == retain)]
 
 
 def compare(
     frame: pd.DataFrame, name: str, metrics: Sequence[str] = METRICS, *, n_boot: int = 10_000, seed: int = 0
 ) -> pd.DataFrame:
     """A comparison of ``COMPARISONS`` by name: paired differences with bootstrap intervals, for each metric."""
+    return _paired(frame, COMPARISONS[name].pairs, metrics, n_boot=n_boot, seed=seed)
+
+
+def against_own(frame: pd.DataFrame, metrics: Sequence[str] = METRICS, **boot: int) -> pd.DataFrame:
+    """Every arm that is there against the eviction that ``OWN`` names for it, where that is there."""
+    present = results.in_order(frame["arm"], results.ARMS)
+    pairs = [(arm, OWN[arm]) for arm in present if OWN.get(arm) in present]
+    return _paired(repeated(frame), pairs, metrics, **boot)
+
+
+def against_full(frame: pd.DataFrame, metrics: Sequence[str] = ("score", "nll"), **boot: int) -> pd.DataFrame:
+    """Every arm against the full cache."""
+    arms = [arm for arm in results.in_order(frame["arm"], results.ARMS) if arm not in FULL]
+    return stats.compare(repeated(frame), metrics, arms, "full", **boot)
+
+
+def _paired(
+    frame: pd.DataFrame, pairs: Sequence[tuple[str, str]], metrics: Sequence[str], **boot: int
+) -> pd.DataFrame:
+    """Pairs of arms; those with one baseline are compared together."""
     groups: dict[str, list[str]] = {}
-    for arm, baseline in COMPARISONS[name].pairs:
+    for arm, baseline in pairs:
         groups.setdefault(baseline, []).append(arm)
-    parts = [
-        stats.compare(frame, metrics, arms, baseline, n_boot=n_boot, seed=seed)
-        for baseline, arms in groups.items()
-    ]
+    parts = [stats.compare(frame, metrics, arms, baseline, **boot) for baseline, arms in groups.items()]
     return pd.concat(parts, ignore_index=True)
+
+
+def repeated(frame: pd.DataFrame) -> pd.DataFrame:
+    """Records of the tasks with at least two samples: with a single one, nothing it enters has an interval.
+
+    Unchanged where no task has two.
+    """
+    counts = frame.groupby("task")["sample"].transform("nunique")
+    return frame[counts > 1] if (counts > 1).any() else frame
 
 
 def answered(frame: pd.DataFrame) -> list[str]:
@@ -167,6 +204,76 @@ def by_task(frame: pd.DataFrame, part: str, arms: Sequence[str]) -> pd.DataFrame
     return pd.DataFrame(measures).reindex([arm for arm in arms if arm in set(rows["arm"])])
 
 
+# Several benchmarks in a folder
+
+
+BENCHMARKS = {"longbench": "LongBench", "longbench-e": "LongBench-E", "longbench-v2": "LongBench-v2"}
+RULER_KINDS = {"niah": "needles", "vt": "tracking", "cwe": "counting", "fwe": "counting", "qa": "questions"}
+
+
+def benchmarks(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Records apart by what is averaged apart, by the benchmark's name, LongBench-E first.
+
+    RULER has a part for each length, and the kinds of its tasks as categories.
+    """
+    parts: dict[str, pd.DataFrame] = {}
+    for task, rows in frame.groupby("task", sort=False):
+        source, _, name = str(task).partition("/")
+        if source == "ruler":
+            length, kind, *_ = name.split("_")
+            source, rows = f"RULER, {length} tokens", rows.assign(category=RULER_KINDS[kind])
+        if source == "ruler-made":
+            source, rows = "RULER, made here", rows.assign(category=RULER_KINDS[name.split("_")[0]])
+        named = BENCHMARKS.get(source, source if "RULER" in source else "offline tasks")
+        parts[named] = pd.concat([parts[named], rows]) if named in parts else rows
+    order = ("LongBench-E", "LongBench", "LongBench-v2")
+    return {name: parts[name] for name in sorted(parts, key=lambda name: results.rank(name, order))}
+
+
+def by_dataset(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Datasets x arms of one metric: a row ``(category, dataset, n)``; n is the samples that all arms have, at the least."""
+    table = results.summary(frame)
+    table["dataset"] = table["task"].str.rpartition("/")[2]
+    table["n"] = table.groupby("task")["n"].transform("min")
+    wide = table.pivot(index=["category", "dataset", "n"], columns="arm", values=metric)
+    order = list(dict.fromkeys(zip(table["category"], table["dataset"], table["n"], strict=True)))
+    return wide.reindex(order)[results.in_order(wide.columns, results.ARMS)]
+
+
+# Over the share of entries
+
+
+# Differences that a sweep shows, where both arms are there.
+LASTING = (
+    ("selkv", "snapkv"), ("selkv", "selkv/evict"), ("bifocal", "selkv"), ("kvslimmer", "streaming-llm"),
+    ("kvslimmer", "asymkv"), ("kvslimmer", "kvslimmer/drop-lighter"),
+)  # fmt: skip
+
+
+def sweep(frame: pd.DataFrame, metrics: Sequence[str] = METRICS, **boot: int) -> pd.DataFrame:
+    """Every arm's means at each share of entries: ``retain, metric, arm, mean, low, high, n, se``; the full cache at 1."""
+    rows = repeated(frame[frame["arm"] != "full-folded"])
+    parts = [(1.0, rows[rows["arm"] == "full"])] if "full" in set(rows["arm"]) else []
+    parts += [(share, rows[(rows["retain"] == share) & (rows["arm"] != "full")]) for share in shares(rows)]
+    tables = []
+    for share, part in parts:
+        arms = results.in_order(part["arm"], results.ARMS)
+        tables.append(stats.means(part, metrics, arms, **boot).assign(retain=share))
+    return pd.concat(tables, ignore_index=True)
+
+
+def lasting(frame: pd.DataFrame, metrics: Sequence[str] = METRICS, **boot: int) -> pd.DataFrame:
+    """The differences of ``LASTING`` at each share of entries: ``retain`` and the columns of ``stats.compare``."""
+    tables = [pd.DataFrame()]
+    for share in shares(frame):
+        rows = repeated(at(frame, share))
+        present = set(rows["arm"])
+        pairs = [pair for pair in LASTING if set(pair) <= present]
+        if pairs:
+            tables.append(_paired(rows, pairs, metrics, **boot).assign(retain=share))
+    return pd.concat(tables, ignore_index=True)
+
+
 # The same grid on several models
 
 
@@ -178,6 +285,15 @@ def across(frames: Mapping[str, pd.DataFrame], metric: str) -> pd.DataFrame:
     }
     table = pd.DataFrame(columns)
     return table.loc[results.in_order(table.index, results.ARMS)].rename_axis("arm")
+
+
+def models(frames: Mapping[str, pd.DataFrame], metric: str, **boot: int) -> pd.DataFrame:
+    """Every arm's mean on each model: ``model, arm, mean, low, high, n``."""
+    tables = []
+    for model, frame in frames.items():
+        arms = results.in_order(frame["arm"], results.ARMS)
+        tables.append(stats.means(repeated(frame), [metric], arms, **boot).assign(model=model))
+    return pd.concat(tables, ignore_index=True)[["model", "arm", "mean", "low", "high", "n"]]
 
 
 def held(frames: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
@@ -242,12 +358,32 @@ FIGURES: dict[str, Callable[[pd.DataFrame], plots.Figure]] = {
 
 
 def draw(folder: str | Path, to: str | Path) -> list[Path]:
-    """Draw every figure whose arms are in a results folder; returns the files written (PNG, SVG, CSV)."""
-    frame = at(results.load(folder))
+    """Draw every figure whose arms are in a results folder; returns the files written (PNG, SVG, CSV).
+
+    Figures of several benchmarks in one folder have the benchmark's name behind theirs.
+    """
+    parts = benchmarks(results.load(folder))
+    written = []
+    for benchmark, whole in parts.items():
+        ending = "_" + "_".join(re.findall(r"\w+", benchmark.lower())) if len(parts) > 1 else ""
+        for name, figure in progress(_figures(whole), "figures"):
+            written += plots.save(figure, to, name + ending)
+    if not written:
+        raise UserError(
+            f"no figure of {folder}; its arms answer none of the questions; run a profile's own arms"
+        )
+    return written
+
+
+def _figures(whole: pd.DataFrame) -> Iterator[tuple[str, plots.Figure]]:
+    """Those that these records can show."""
+    if len(shares(whole)) > 1:
+        yield "sweep", plots.sweep({"": sweep(whole)})
+        if len(table := lasting(whole)):
+            yield "sweep_lasting", plots.lasting({"": table})
+    frame = at(whole)
     there = answered(frame)
     main = len(set(MAIN) & set(frame["arm"])) > len(MAIN) // 2  # a study has few of the main arms, or none
-    written = []
     for name, make in FIGURES.items():
         if name in there or (main and name not in COMPARISONS):
-            written += plots.save(make(frame), to, name)
-    return written
+            yield name, make(frame)

@@ -6,6 +6,7 @@ KV heads are never repeated.  Statistics of a whole prompt are always taken in b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ from .rope import Rope
 SAMPLE_BLOCK = 64  # sampled queries a block: fewer, and they all see about the same part of the prompt
 QUERY_BLOCK = 256  # queries a block of whole-prompt statistics, at most: [H, 256, n] floats at a time
 BLOCK_FLOATS = {"cpu": 2**21, "cuda": 2**26}  # what stays in a CPU's cache; what fills a GPU
+PART = (
+    1024  # entries a part of a split attention holds at least: below, merging costs more than an idle thread
+)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -66,6 +70,8 @@ def attend(
     batch, heads, length, _ = query.shape
     kv_heads, n = keys.shape[1], keys.shape[2]
     folded = fold(query, kv_heads)
+    if length == 1 and softcap is None and _decodes_on_cpu(query, keys, values):
+        return attend_one(folded, keys, values, bias, scaling).reshape(batch, heads, 1, values.shape[-1])
     mask = None if bias is None else bias[:, :, None, :]  # [B, Hkv | 1, 1, n]
     if length > 1:  # causality among the new tokens; earlier entries are seen by all
         causal = causal_tail(length, n, folded.device, torch.promote_types(query.dtype, torch.float32))
@@ -82,6 +88,84 @@ def attend(
     return out.reshape(batch, heads, length, values.shape[-1])
 
 
+def _decodes_on_cpu(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether the CPU's flash kernel fits and nobody asks for gradients: none flow through its logsumexp."""
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))
+    return query.device.type == "cpu" and keys.shape[-1] == values.shape[-1] and not wanted
+
+
+def attend_one(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float, parts: int | None = None
+) -> Tensor:
+    """One new token over n entries on the CPU, arranged so that all threads work: the same within rounding.
+
+    The kernel gives a thread whole KV heads, so 3 heads keep 2 threads busy for 3/4 of the time.  Entries are
+    therefore seen as ``parts`` stretches, each a head of its own, and their outputs merged by logsumexp
+    (Flash-Decoding, Dao et al. 2023).  In bfloat16 its matrix products are slow for an odd number of queries, so a
+    zero query joins.
+
+    Parameters
+    ----------
+    query : Tensor [B, Hkv, G, D]
+        Folded.
+    keys, values : Tensor [B, Hkv, n, D]
+    bias : Tensor [B, Hkv or 1, n] or None
+    parts : int, optional
+        As many as the threads need by default; 1 where there are few entries.
+
+    Returns
+    -------
+    Tensor [B, Hkv, G, D]
+    """
+    group, n = query.shape[2], keys.shape[2]
+    parts = parts_for(keys.shape[0] * keys.shape[1], n) if parts is None else parts
+    if query.dtype == torch.bfloat16 and group % 2:
+        query = torch.nn.functional.pad(query, (0, 0, 0, 1))
+    if parts > 1:
+        out = _attend_in_parts(query, keys, values, bias, scaling, parts)
+    else:
+        mask = None if bias is None else bias[:, :, None, :]
+        out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, mask, scale=scaling)
+    return out[:, :, :group]
+
+
+def parts_for(heads: int, n: int) -> int:
+    """Parts that let ``heads`` heads (all rows') occupy all threads evenly; 1 where they would be short."""
+    threads = torch.get_num_threads()
+    parts = threads // math.gcd(heads, threads)
+    return parts if n >= parts * PART else 1
+
+
+def _attend_in_parts(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float, parts: int
+) -> Tensor:
+    kv_heads, n = keys.shape[1], keys.shape[2]
+    size = n // parts
+    folded = query.flatten(0, 1)[:, None]  # [B·Hkv, 1, G, D]
+
+    def attended(at: slice, count: int) -> tuple[Tensor, Tensor]:
+        """The entries ``at`` as ``count`` parts: output [B·Hkv, count, G, D] and logsumexp [B·Hkv, count, G, 1]."""
+        k, v = (x[:, :, at].unflatten(2, (count, -1)).flatten(0, 1) for x in (keys, values))  # views
+        mask = (
+            None if bias is None else bias[:, :, at].unflatten(2, (count, 1, -1))
+        )  # [B, Hkv | 1, count, 1, c]
+        empty = None if mask is None else mask.amax(-1, keepdim=True) == -torch.inf
+        if mask is not None:
+            mask = mask.expand(-1, kv_heads, -1, -1, -1).flatten(0, 1)
+        out, lse = _flash_on_cpu(folded.expand(-1, count, -1, -1), k, v, False, scaling, mask)
+        lse = lse[..., None]
+        if empty is not None:  # the kernel says 0 where nothing was attended to
+            lowest = torch.finfo(lse.dtype).min
+            lse = lse.masked_fill(empty.expand(-1, kv_heads, -1, -1, -1).flatten(0, 1), lowest)
+        return out, lse
+
+    out, lse = attended(slice(0, parts * size), parts)
+    if n > parts * size:
+        last = attended(slice(parts * size, n), 1)
+        out, lse = torch.cat([out, last[0]], 1), torch.cat([lse, last[1]], 1)
+    return (out * torch.softmax(lse, 1)).sum(1).to(query.dtype).view_as(query)
+
+
 def causal_tail(length: int, n: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """[Q, n] with -inf where query t (entry n - Q + t) would see a later entry."""
     mask = torch.full((length, n), -torch.inf, device=device, dtype=dtype)
@@ -94,15 +178,13 @@ def attend_causal(
     """Causal attention of a whole prompt with its logsumexp, from one kernel; None where no such kernel fits.
 
     query [B, H, n, D], keys, values [B, Hkv, n, D] -> output [B, H, n, D] (``torch.equal`` to SDPA's) and
-    logsumexp [B, H, n].  The operators are private to torch, so this is the only place that names them.
+    logsumexp [B, H, n].  The operators are private to torch: here and in ``_flash_on_cpu`` are the only places that
+    name them.
     """
     if keys.shape[-1] != values.shape[-1]:
         return None
     if query.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, 0.0, True, scale=scaling
-        )
-        return out, lse
+        return _flash_on_cpu(query, keys, values, True, scaling)
     if (
         query.device.type == "cuda"
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -115,6 +197,16 @@ def attend_causal(
         )
         return out, lse
     return None
+
+
+def _flash_on_cpu(
+    query: Tensor, keys: Tensor, values: Tensor, causal: bool, scaling: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output [B, H, Q, D] and logsumexp [B, H, Q], which is 0 where the mask leaves a query nothing."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, causal, attn_mask=mask, scale=scaling
+    )
+    return out, lse
 
 
 @dataclass
@@ -165,9 +257,10 @@ class Observed:
 
     def received(self, entries: Entries) -> Tensor:
         """Attention that each entry receives, summed over all queries and the group's heads: [Hkv, n]."""
-        if self.probabilities is not None:
-            return self.probabilities.sum(1)
-        return self.column_mass(entries).sum(1)
+        seen = self.probabilities
+        return self.once(
+            "received", lambda: self.column_mass(entries).sum(1) if seen is None else seen.sum(1)
+        )
 
     def column_mass(self, entries: Entries, last: int | None = None) -> Tensor:
         """Σ over the last ``last`` queries (None: all) of softmax attention, per query head: [Hkv, G, n]."""
@@ -270,13 +363,92 @@ class Observed:
         return torch.where(valid, weights, 0).sum(1)
 
 
-def attend_observed(entries: Entries, observed: Observed) -> Tensor:
-    """Attention of a chunk over the stored entries and itself, keeping its probabilities for the method.
+def attend_observed(entries: Entries, observed: Observed, keep: bool = True) -> Tensor:
+    """Attention of a chunk over the stored entries and itself, with what a method reads from it.
 
-    Sets ``observed.probabilities`` [Hkv, G·q, n] and ``observed.output`` [Hkv, G·q, D], and returns the output
-    as [H, q, D] in the queries' dtype.
+    Sets ``observed.output`` [Hkv, G·q, D], what ``observed.received`` says and, to ``keep``,
+    ``observed.probabilities`` [Hkv, G·q, n]; returns the output as [H, q, D] in the queries' dtype.
     """
-    length, n = observed.queries.shape[1], len(entries)
-    observed.probabilities = observed.weights(entries, 0, length, n).flatten(1, 2)
-    observed.output = observed.probabilities @ at_least_float32(entries.values)
+    length, n, heads = observed.queries.shape[1], len(entries), entries.kv_heads
+    values = at_least_float32(entries.values)
+    output = values.new_empty(heads, observed.heads // heads, length, values.shape[-1])
+    probabilities = values.new_empty(*output.shape[:3], n) if keep else None
+    received = values.new_zeros(heads, n)
+    block = query_block(observed.heads * n, values.device)
+    for begin in range(0, length, block):
+        stop = min(begin + block, length)
+        seen = n - length + stop
+        weights = observed.weights(entries, begin, stop, seen)
+        if probabilities is not None:
+            probabilities[:, :, begin:stop, :seen] = weights
+            probabilities[:, :, begin:stop, seen:] = 0
+        received[:, :seen] += weights.sum((1, 2))
+        output[:, :, begin:stop] = (weights.flatten(1, 2) @ values[:, :seen]).view(*weights.shape[:3], -1)
+    observed.once("received", lambda: received)
+    observed.probabilities = None if probabilities is None else probabilities.flatten(1, 2)
+    observed.output = output.flatten(1, 2)
     return observed.output.reshape(observed.heads, length, -1).to(observed.queries.dtype)
+
+
+def attend_differentiable(
+    query: Tensor, keys: Tensor, own: Tensor, entries: Entries, observed: Observed
+) -> Tensor:
+    """Attention of a chunk with gradients to its queries, to all keys and to its own values, but to no older value.
+
+    What :func:`Observed.received` says comes from the way forth; the way back computes the weights again, in blocks, so
+    that no layer keeps them.
+
+    Parameters
+    ----------
+    query : Tensor [H, q, D]
+    keys : Tensor [Hkv, n, D]
+    own : Tensor [Hkv, q, D]
+        The chunk's values.
+    entries, observed
+        The same without a graph.
+
+    Returns
+    -------
+    Tensor [H, q, D]
+    """
+    out: Tensor = _Differentiable.apply(query, keys, own, entries, observed)
+    return out
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, keys: Tensor, own: Tensor, entries: Entries, observed: Observed
+    ) -> Tensor:
+        out = attend_observed(entries, observed, keep=False)
+        ctx.entries, ctx.observed = entries, observed
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        entries, observed, (gradient,) = ctx.entries, ctx.observed, gradients
+        heads, n, length = entries.kv_heads, len(entries), observed.queries.shape[1]
+        keys, values = at_least_float32(entries.keys), at_least_float32(entries.values)
+        queries, gradient = (
+            at_least_float32(x).reshape(heads, -1, length, x.shape[-1]) for x in (observed.queries, gradient)
+        )  # [Hkv, G, q, D]
+        inner = (gradient * observed.output.view_as(gradient)).sum(-1, keepdim=True)
+        to_query, to_keys = torch.zeros_like(queries), torch.zeros_like(keys)
+        to_own = values.new_zeros(heads, length, values.shape[-1])
+        block = query_block(observed.heads * n, values.device)
+        for begin in range(0, length, block):
+            stop = min(begin + block, length)
+            seen = n - length + stop
+            query, back = (x[:, :, begin:stop].flatten(1, 2) for x in (queries, gradient))  # [Hkv, G·b, D]
+            weights = observed.weights(entries, begin, stop, seen).flatten(1, 2)
+            to_own[:, :stop] += weights[..., n - length :].transpose(1, 2) @ back
+            slope = back @ values[:, :seen].transpose(1, 2)
+            slope = slope.sub_(inner[:, :, begin:stop].flatten(1, 2)).mul_(weights).mul_(observed.scaling)
+            if observed.softcap is not None:
+                raw = query @ keys[:, :seen].transpose(1, 2) * observed.scaling
+                slope *= 1 - torch.tanh(raw / observed.softcap).square()
+            if ctx.needs_input_grad[0]:
+                to_query[:, :, begin:stop] = (slope @ keys[:, :seen]).view_as(to_query[:, :, begin:stop])
+            to_keys[:, :seen] += slope.transpose(1, 2) @ query
+        found = to_query.flatten(0, 1), to_keys, to_own
+        return *(x.to(y.dtype) for x, y in zip(found, gradients * 3, strict=True)), None, None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import product
 from pathlib import Path
@@ -28,6 +28,7 @@ from . import analyses, plots, profiles, published, results, runner, stats, stud
 from .errors import UserError
 from .measure import asymmetry
 from .methods import make
+from .progress import progress
 from .tasks.base import CATEGORIES
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +49,8 @@ class Comparison:
         One or several.
     study
         Of ``studies.STUDIES``; none: the profile's own grid.
+    profile
+        Whose records decide it where they are stored, whatever the run's profile; none: the run's.
     models
         Instead of the run's model; each is a case.
     than
@@ -67,6 +70,7 @@ class Comparison:
     arm: str
     baseline: tuple[str, ...]
     study: str | None = None
+    profile: str | None = None
     models: tuple[str, ...] = ()
     than: str | None = None
     retain: tuple[float, ...] = RETAIN
@@ -216,6 +220,8 @@ def _value(key: str, value: Any) -> Any:
         raise UserError(f"unknown {key} '{unknown[0]}'; known are {', '.join(choices[key])}")
     if key == "study":
         studies.of(value, "quick")
+    if key == "profile":
+        profiles.load(value)
     if key == "retain" and not all(0 < share <= 1 for share in value):
         raise UserError(f"retain {list(value)}; shares must be above 0 and at most 1")
     return value
@@ -270,9 +276,11 @@ def judge_all(
     profile: str = "quick",
     model: str = runner.DEFAULT_MODEL,
     device: str = "cpu",
+    ids: Collection[str] | None = None,
     n_boot: int = 10_000,
+    quiet: bool = True,
 ) -> list[Judged]:
-    """Hold every claim of the file against the runs of a profile.
+    """Hold every claim of the file, or some of them, against the runs of a profile.
 
     Parameters
     ----------
@@ -281,8 +289,12 @@ def judge_all(
         None: ``results/`` and, for a run that is not there, ``data/results/``.
     profile, model, device
         Name the runs.
+    ids
+        Only these claims.
     n_boot
         Resamples of each interval.
+    quiet
+        Do not tell how far it is.
 
     Raises
     ------
@@ -290,7 +302,9 @@ def judge_all(
         An unknown profile, or a folder without any run.
     """
     runs = Runs(folder, profile=profile, model=model, device=device)
-    return [judge(claim, runs, n_boot=n_boot) for claim in load().values()]
+    wanted = [claim for name, claim in load().items() if ids is None or name in ids]
+    claims = progress(wanted, "claims", quiet=quiet)
+    return [judge(claim, runs, n_boot=n_boot) for claim in claims]
 
 
 def judge(claim: Claim, runs: Runs, **boot: int) -> Judged:
@@ -342,20 +356,21 @@ class Runs:
 
     def records(self, test: Comparison, model: str | None, retain: float) -> pd.DataFrame:
         """A test's records on a model (None: the run's own) at one retention."""
-        named = runner.folder(self.profile, model or self.model, self.device, test.study)
-        places = self.roots if self.single and not model else [root / named for root in self.roots]
-        path = next(filter(results.holds, places), None)
         if self.single and model:
             raise _Lacking("needs the runs of several models; give the folder that holds them, or none")
-        missing = f"no records of {named}"
-        if path:
-            if path not in self._frames:
-                self._frames[path] = results.load(path)
-            frame = analyses.at(self._frames[path], retain)
-            lacking = [arm for arm in (test.arm, *test.baseline) if arm not in set(frame["arm"])]
-            if not lacking:
-                return frame
-            missing = f"{path.name} has no {lacking[0]} at {retain:.0%} of the entries"
+        for profile in filter(None, (test.profile, self.profile)):
+            named = runner.folder(profile, model or self.model, self.device, test.study)
+            places = self.roots if self.single else [root / named for root in self.roots]
+            path = next(filter(results.holds, places), None)
+            missing = f"no records of {named}"
+            if path:
+                if path not in self._frames:
+                    self._frames[path] = results.load(path)
+                frame = analyses.at(self._frames[path], retain)
+                lacking = [arm for arm in (test.arm, *test.baseline) if arm not in set(frame["arm"])]
+                if not lacking:
+                    return frame
+                missing = f"{path.name} has no {lacking[0]} at {retain:.0%} of the entries"
         raise _Lacking(f"{missing}; `{test.run or self._command(test, model)}`")
 
     def parts(self) -> list[asymmetry.Part]:
@@ -375,6 +390,7 @@ class Runs:
             "--study": test.study,
             "--model": None if model == runner.DEFAULT_MODEL else model,
             "--device": None if self.device == "cpu" else self.device,
+            "--data": "DIR" if any("/" in task for task in profiles.load(self.profile).tasks) else None,
         }
         return "kvrepro run " + " ".join(f"{key} {value}" for key, value in options.items() if value)
 
@@ -388,6 +404,7 @@ def _cases(test: Comparison, runs: Runs, **boot: int) -> pd.DataFrame:
         picked = [runs.records(test, each, retain) for each in models]
         if category:
             picked = [frame[frame["category"] == category] for frame in picked]
+        picked = [analyses.repeated(frame) for frame in picked]
         try:
             if test.than:
                 frames = dict(zip(map(str, models), picked, strict=True))
@@ -403,6 +420,7 @@ def _cases(test: Comparison, runs: Runs, **boot: int) -> pd.DataFrame:
             f"on {model} minus on {test.than}": test.than,
             f"at {retain:.0%}": len(test.retain) > 1,
             f"in {category}": len(test.categories) > 1,
+            f"on {' and '.join(analyses.benchmarks(picked[0]))}": test.profile,
         }
         found.append(_decided(table, test, ", ".join(text for text, told in named.items() if told)))
     return pd.concat(found, ignore_index=True)

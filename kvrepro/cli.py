@@ -6,6 +6,8 @@ kvrepro figures results/quick          draw the figures from stored results
 kvrepro claims                         what the papers claim, held against stored results
 kvrepro explain selkv                  what a method does, and who says so
 kvrepro generate --method selkv --retain 0.25 --prompt-file notes.txt
+kvrepro compare results/quick data/results/quick     does one run agree with another, or --published with the papers?
+kvrepro doctor                         is this machine ready?
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from .errors import UserError
+from .errors import UserError, out_of_memory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,20 +33,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         given.command(given)
+        return 0
     except UserError as error:
-        print(f"kvrepro: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):  # a reader such as head went away
-            sys.stderr.close()
-            return 0
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"kvrepro: {where}{error.strerror or error}; check the path and run again", file=sys.stderr)
-        return 2
+        said = str(error)
+    except BrokenPipeError:  # a reader such as head went away
+        sys.stderr.close()
+        return 0
+    except (OSError, MemoryError, RuntimeError) as error:
+        if out_of_memory(error):
+            said = (
+                "out of memory; close other programs, or take a smaller profile, fewer arms (--methods), a smaller model or "
+                "--dtype bfloat16"
+            )
+        elif isinstance(error, OSError):
+            where = f"{error.filename}: " if error.filename else ""
+            said = f"{where}{error.strerror or error}; check the path and run again"
+        else:
+            raise
     except KeyboardInterrupt:
-        print("kvrepro: stopped", file=sys.stderr)
-        return 2
-    return 0
+        said = "stopped; every file that was written is whole, run the same command again"
+    print(f"kvrepro: {said}", file=sys.stderr)
+    return 2
 
 
 # Commands
@@ -94,8 +103,54 @@ def claims(given: argparse.Namespace) -> None:
     from . import claims as module
     from .measure import readings
 
-    judged = module.judge_all(given.folder, profile=given.profile, model=given.model, device=given.device)
+    judged = module.judge_all(
+        given.folder, profile=given.profile, model=given.model, device=given.device, quiet=False
+    )
     print(json.dumps([one.as_dict() for one in judged]) if given.json else readings.claims_as_text(judged))
+
+
+def compare(given: argparse.Namespace) -> None:
+    from . import compare as module
+    from . import plots
+
+    if (given.other is None) != given.published:
+        raise UserError("compare RUN with a second run, or with --published; give one of the two")
+    run = module.read(given.run)
+    if given.published:
+        averages, gaps = module.beside(run)
+        said = module.text_beside(run, averages, gaps)
+        figure, name = plots.beside_published(gaps), "published"
+        found = {
+            "run": run.made, "what_differs": module.apart(run), "averages": _records(averages.reset_index()),
+            "differences": _records(gaps),
+        }  # fmt: skip
+    else:
+        other = module.read(given.other)
+        table = module.differences(run, other)
+        said = module.text(run, other, table)
+        figure, name = plots.agreement(table[table["scope"] == module.AVERAGE]), "runs"
+        found = {
+            "first": run.made, "second": other.made, "what_differs": module.notes(run, other),
+            "differences": _records(table),
+        }  # fmt: skip
+    paths = [str(path) for path in plots.save(figure, given.to, name)]
+    if given.json:
+        print(json.dumps(found | {"conclusion": said.splitlines()[-1], "figure": paths}))
+    else:
+        print(said + "\n\n" + "\n".join(paths))
+
+
+def doctor(given: argparse.Namespace) -> None:
+    from . import doctor as module
+
+    found = []
+    for check in module.checks():
+        found.append(check)
+        if not given.json:
+            print(check, flush=True)
+    if given.json:
+        print(json.dumps([asdict(check) for check in found]))
+    module.verdict(found)
 
 
 def models(given: argparse.Namespace) -> None:
@@ -136,11 +191,29 @@ def explain(given: argparse.Namespace) -> None:
 def generate(given: argparse.Namespace) -> None:
     from . import generate as module
 
-    found = module.generate(
-        given.model, given.method, _text_of(given.prompt_file), retain=given.retain, budget=given.budget,
-        max_new_tokens=given.max_new_tokens, device=given.device, dtype=given.dtype,
+    names, shown = _names(given.method) or [], Path(given.heatmap) if given.heatmap else None
+    module.check(names, given.retain, given.budget)
+    if shown is not None and (shown.is_dir() or not shown.parent.is_dir()):
+        raise UserError(f"--heatmap {shown} is no file in a folder that exists; give one such as notes.html")
+    asked = module.ask(
+        given.model, _text_of(given.prompt_file), given.question, max_new_tokens=given.max_new_tokens,
+        device=given.device, dtype=given.dtype,
     )  # fmt: skip
-    print(json.dumps(found) if given.json else module.text(found))
+    budget = {"retain": given.retain, "budget": given.budget}
+    alone = len(names) == 1
+    found = module.generate(asked, names[0], **budget) if alone else module.compare(asked, names, **budget)
+    if shown is not None:
+        from .results import write_atomic
+
+        answers = {row["method"]: row["answer"] for row in ([found] if alone else found["methods"])}
+        write_atomic(shown, module.heatmap(asked, names, **budget, answers=answers).encode())
+        found["heatmap"] = str(shown)
+    if given.json:
+        print(json.dumps(found))
+    else:
+        print(module.text(found) if alone else module.side_by_side(found))
+        if shown is not None:
+            print(f"\n{shown}")
 
 
 def vectors(given: argparse.Namespace) -> None:
@@ -171,7 +244,7 @@ def bench_harness(given: argparse.Namespace) -> None:
     found = harness.run(
         given.model, context=given.context, repeats=given.repeats, device=given.device, dtype=given.dtype
     )
-    print(json.dumps(found) if given.json else harness.text(found))
+    _give(found, given.json, harness.text(found))
 
 
 def bench_prefill(given: argparse.Namespace) -> None:
@@ -181,14 +254,30 @@ def bench_prefill(given: argparse.Namespace) -> None:
         given.model, contexts=given.context, methods=_names(given.methods) or prefill.METHODS, retain=given.retain,
         repeats=given.repeats, device=given.device, dtype=given.dtype,
     )  # fmt: skip
-    print(json.dumps(found) if given.json else prefill.text(found))
+    _give(found, given.json, prefill.text(found))
+
+
+def bench_decode(given: argparse.Namespace) -> None:
+    from .measure import decode
+
+    found = decode.run(
+        given.model, contexts=given.context, batches=given.batch, retains=given.retain, repeats=given.repeats,
+        device=given.device, dtype=given.dtype,
+    )  # fmt: skip
+    _give(found, given.json, decode.text(found))
 
 
 # Parsing
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, too, instead of the whole usage."""
+        self.exit(2, f"kvrepro: {message}; `{self.prog} --help` shows what there is\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kvrepro",
         description="Reproduce and check KV-cache merging: SelKV, KVSlimmer and their baselines.",
     )
@@ -256,6 +345,20 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--device", default="cpu", help="the runs' device")
     _json(sub)
 
+    sub = command(
+        "compare", compare, "a run beside another one or beside what the papers publish: does it agree?"
+    )
+    sub.add_argument("run", help="a results folder, one's own or a carried one (data/results/quick)")
+    sub.add_argument("other", nargs="?", help="a second one")
+    sub.add_argument("--published", action="store_true", help="the papers' numbers instead of a second run")
+    sub.add_argument(
+        "--to", default="results/compare", help="where to write the figure (default: results/compare)"
+    )
+    _json(sub)
+
+    sub = command("doctor", doctor, "is this machine ready? packages, memory, model cache, disk, network")
+    _json(sub)
+
     sub = command("models", models, "the models known by name")
     _json(sub)
     sub = command("methods", methods, "the methods and their arms")
@@ -268,10 +371,18 @@ def _parser() -> argparse.ArgumentParser:
         "generate", generate, "answer a prompt with a compressed cache, and show what the cache held"
     )
     _model(sub)
-    sub.add_argument("--method", default="selkv", help="an arm of `kvrepro methods` (default: selkv)")
+    sub.add_argument(
+        "--method",
+        default="selkv",
+        help="an arm of `kvrepro methods`, or several, comma separated, side by side (default: selkv)",
+    )
     sub.add_argument("--retain", type=float, help="share of entries to keep (default: 0.25)")
     sub.add_argument("--budget", type=int, help="entries to keep, instead of --retain")
     sub.add_argument("--prompt-file", required=True, help="a UTF-8 text file, - for standard input")
+    sub.add_argument("--question", help="put behind the text")
+    sub.add_argument(
+        "--heatmap", metavar="FILE.html", help="show there what was kept, merged and dropped, token by token"
+    )
     sub.add_argument("--max-new-tokens", type=int, default=64, help="of the answer, at most (default: 64)")
     _json(sub)
 
@@ -296,7 +407,7 @@ def _parser() -> argparse.ArgumentParser:
     _model(sub)
     sub.add_argument("--context", type=int, default=2048)
     sub.add_argument("--repeats", type=_positive, default=3)
-    _json(sub)
+    _json_to(sub)
     sub = bench.add_parser("prefill", help="time of prefill and compression against the plain prefill")
     sub.set_defaults(command=bench_prefill)
     _model(sub)
@@ -306,7 +417,25 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--methods", help="arms, comma separated (default: selkv,snapkv,pyramidkv,h2o,bifocal)")
     sub.add_argument("--retain", type=float, default=0.25, help="share of entries to keep (default: 0.25)")
     sub.add_argument("--repeats", type=_positive, default=5, help="of each arm, interleaved (default: 5)")
-    _json(sub)
+    _json_to(sub)
+    sub = bench.add_parser(
+        "decode", help="time a decoded token by part, bytes and peak memory, over context, batch and retention"
+    )
+    sub.set_defaults(command=bench_decode)
+    _model(sub)
+    sub.add_argument(
+        "--context", type=_positive, nargs="+", default=[1000, 10_000, 100_000],
+        help="tokens seen before (default: 1000 10000 100000)",
+    )  # fmt: skip
+    sub.add_argument(
+        "--batch", type=_positive, nargs="+", default=[1, 4, 8], help="rows that decode together (default: 1 4 8)"
+    )
+    sub.add_argument(
+        "--retain", type=_share, nargs="+", default=[0.5, 0.25, 0.1],
+        help="shares of entries to keep (default: 0.5 0.25 0.1)",
+    )  # fmt: skip
+    sub.add_argument("--repeats", type=_positive, default=3, help="of each arm, interleaved (default: 3)")
+    _json_to(sub)
     return parser
 
 
@@ -322,6 +451,29 @@ def _json(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--json", action="store_true", help="for a program to read")
 
 
+def _json_to(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--json", type=_new_file, nargs="?", const="-", metavar="FILE",
+        help="for a program to read: instead of the table, or into a file beside it",
+    )  # fmt: skip
+
+
+def _new_file(given: str) -> str:
+    if not Path(given).parent.is_dir() or Path(given).is_dir():
+        raise argparse.ArgumentTypeError(f"{given}: no such folder, or one itself")
+    return given
+
+
+def _share(given: str) -> float:
+    try:
+        share = float(given)
+    except ValueError:
+        share = 0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{given} is not a share above 0 and at most 1")
+    return share
+
+
 def _positive(given: str) -> int:
     if not given.isdecimal() or int(given) < 1:
         raise argparse.ArgumentTypeError(f"{given} is not a whole number of at least 1")
@@ -330,6 +482,22 @@ def _positive(given: str) -> int:
 
 def _names(given: str | None) -> list[str] | None:
     return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+
+
+def _records(table: Any) -> Any:
+    return json.loads(table.to_json(orient="records"))
+
+
+def _give(found: dict[str, Any], to: str | None, text: str) -> None:
+    """The table; with --json the numbers instead, with --json FILE both."""
+    if to == "-":
+        print(json.dumps(found))
+        return
+    if to is not None:
+        from .results import write_atomic
+
+        write_atomic(Path(to), json.dumps(found, indent=1).encode())
+    print(text)
 
 
 def _text_of(path: str) -> str:

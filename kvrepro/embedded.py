@@ -210,9 +210,12 @@ def install(folder: Path, build: Callable[[Path], None]) -> None:
             except OSError:
                 if not folder.is_dir():  # not the race with another process: a real failure
                     raise
-    except OSError as error:
+    except Exception as error:
+        # safetensors and tokenizers, which are Rust, say "(os error 28)" in exceptions of their own
+        if isinstance(error, UserError) or not (isinstance(error, OSError) or "os error" in str(error)):
+            raise
         raise UserError(
-            f"cannot write the cache folder {folder.parent}: {error.strerror or error}; "
+            f"cannot write the cache folder {folder.parent}: {getattr(error, 'strerror', None) or error}; "
             "free some space or point KVREPRO_CACHE to another folder"
         ) from error
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from .errors import UserError
 
 BLOCK = 256  # spare capacity in tokens: growing by blocks costs one copy in 256 steps, torch.cat one a step
+SHARE = 16  # a long cache grows by this part of its length, so that the copy stays under a percent of a step
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ class Rows:
         short = self.length + new - self.keys.shape[2]
         if short <= 0:
             return
-        more = -(-short // BLOCK) * BLOCK
+        more = max(-(-short // BLOCK), self.length // SHARE // BLOCK) * BLOCK
 
         def grown(old: Tensor) -> Tensor:  # old [R, H, capacity, ...]
             new_buffer = _buffer(old, *old.shape[:2], old.shape[2] + more, *old.shape[3:], dtype=old.dtype)
@@ -221,6 +222,10 @@ class Rows:
         return self.held[row] * entry
 
     def bytes_allocated(self) -> int:
-        """Bytes of the buffers, all rows together: less than a block of 256 slots a row above the longest row's."""
+        """Bytes of the buffers, all rows together.
+
+        Spare a row: less than a block of 256 slots, or, once they grew, a sixteenth of what the longest row holds where
+        that is more.
+        """
         tensors = [self.keys, self.values, *([] if self.bias is None else [self.bias])]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -35,8 +35,10 @@ from .attention import (
     at_least_float32,
     attend,
     attend_causal,
+    attend_differentiable,
     attend_observed,
     causal_tail,
+    softcapped,
 )
 from .entries import Entries, Rows
 from .errors import UserError
@@ -45,6 +47,7 @@ from .models import SUPPORTED
 from .rope import Rope
 
 IMPLEMENTATION = "kvrepro"
+LOSS_BLOCK = 128  # tokens whose logits stand at a time while the loss is differentiated
 VERSION = "5.24.0"  # the source this file was written against; tests/test_hf.py fails loudly on another
 
 Output = tuple[Tensor, Tensor | None]
@@ -377,8 +380,9 @@ class CompressedLayer(DynamicLayer):
             assert past is not None
             self._leaf = past.keys.detach().requires_grad_()
             self._waiting = whole, observed
-            keys, values = torch.cat([self._leaf, key[0]], 1), torch.cat([past.values, value[0]], 1)
-            out = attend(query, keys[None], values[None], bias, scaling, softcap)
+            own, keys, values = (x.squeeze(0) for x in (query, key, value))  # x[0] costs zeros on the way back
+            keys = torch.cat([self._leaf, keys], 1)
+            out = attend_differentiable(own, keys, values, whole, observed)[None]
         elif step.learns:
             out = attend_observed(whole, observed)[None]
             self._learn(step, row, whole, observed)
@@ -572,8 +576,9 @@ class KVCache(Cache):
         Keys: layer, row, method, retain or budget as given, m (entries allowed), untouched, seen (tokens, padding not
         counted), entries (held now), positions (of the prompt's entries, [Hkv or 1, m]), bytes_used (per entry and KV
         head a key, a value and, where there is one, its bias), bytes_allocated (the row's share of the buffers: at
-        most a block of 256 slots more than the longest row holds), and the method's diagnostics.  Sliding-window
-        layers hold all rows in one line, with method "sliding-window" and padding counted.
+        most a block of 256 slots more than the longest row holds, or, once they grew, a sixteenth of it), and the
+        method's diagnostics.  Sliding-window layers hold all rows in one line, with method "sliding-window" and
+        padding counted.
         """
         lines: list[dict[str, Any]] = []
         for index, layer in enumerate(self.layers):
@@ -797,9 +802,9 @@ def _drive(model: PreTrainedModel, cache: KVCache, ids: Tensor, m: int) -> None:
             model.get_decoder()(input_ids=piece, cache=cache, use_cache=True)  # no logits
             return
         with torch.enable_grad():
-            logits = model(input_ids=piece, cache=cache, use_cache=True).logits[0]
-            loss = torch.nn.functional.cross_entropy(at_least_float32(logits), ids[0, start + 1 : stop + 1])
-        gradients = torch.autograd.grad(loss, [layer.leaf for layer in layers])
+            hidden = model.get_decoder()(input_ids=piece, cache=cache, use_cache=True).last_hidden_state
+        slope = _loss_gradient(model, hidden.detach(), ids[:, start + 1 : stop + 1])
+        gradients = torch.autograd.grad(hidden, [layer.leaf for layer in layers], slope)
         for layer, gradient in zip(layers, gradients, strict=True):
             layer.learn(gradient)
         for other in sliding:
@@ -819,6 +824,19 @@ def _drive(model: PreTrainedModel, cache: KVCache, ids: Tensor, m: int) -> None:
         else:
             run(Pass(m, gradient=method.gradient and past))
         start = stop
+
+
+def _loss_gradient(model: PreTrainedModel, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Gradient of the mean next-token loss by the last hidden states [1, c, E], a few tokens' logits at a time."""
+    cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+    slopes = []
+    for states, wanted in zip(hidden.split(LOSS_BLOCK, 1), labels.split(LOSS_BLOCK, 1), strict=True):
+        with torch.enable_grad():
+            states = states.requires_grad_()
+            logits = at_least_float32(softcapped(model.get_output_embeddings()(states), cap))
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
+            slopes += torch.autograd.grad(loss / labels.numel(), states)
+    return torch.cat(slopes, 1)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrepro import embedded
-from kvrepro.errors import UserError
+from kvrepro.errors import UserError, out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -213,8 +213,6 @@ def load(
     wanted = _dtype(dtype or (row.dtype if row else None))
     folder = _fetch(name, row, lambda folder: _check(name, folder, where, wanted))
 
-    import torch
-
     if attn_implementation == "kvrepro":
         import kvrepro.hf  # noqa: F401  registers the attention function
     try:
@@ -224,7 +222,9 @@ def load(
         if name == _SMOLLM2_MHA.name:
             to_mha(model)
         model.to(where)
-    except (MemoryError, torch.OutOfMemoryError) as error:
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not out_of_memory(error):
+            raise
         raise UserError(
             f"{name} does not fit into the memory of {where}; take a smaller model, dtype bfloat16, or another device"
         ) from error
@@ -359,6 +359,13 @@ def _snapshot(name: str, repository: str, revision: str | None, home: str, wante
     import huggingface_hub as hub
     from huggingface_hub import errors
     from huggingface_hub.utils import logging
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):
+        """Its bar, on a terminal only."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **({"disable": None} | kwargs))
 
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # it tells of each of its tries
@@ -370,6 +377,7 @@ def _snapshot(name: str, repository: str, revision: str | None, home: str, wante
                 allow_patterns=wanted,
                 ignore_patterns=["original/*", "consolidated*"],  # the same weights again, in another format
                 endpoint=os.environ.get("HF_ENDPOINT"),  # as it is now, not as it was at import
+                tqdm_class=Bar,
             )
         )
     except errors.GatedRepoError as error:
@@ -502,10 +510,14 @@ def _readable(name: str, folder: Path) -> Iterator[None]:
     """What transformers says of a damaged folder, in one line."""
     from safetensors import SafetensorError
 
+    kinds = (OSError, ValueError, ImportError, KeyError, SafetensorError)
     try:
         with quiet():
             yield
-    except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
+    except Exception as error:
+        # tokenizers raises a bare Exception
+        if out_of_memory(error) or not (isinstance(error, kinds) or type(error) is Exception):
+            raise
         first = next(iter(str(error).splitlines()), "")[:200]
         raise UserError(
             f"cannot load {name}: {type(error).__name__}: {first}; check the folder {folder}"

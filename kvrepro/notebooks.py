@@ -21,6 +21,7 @@ from .progress import progress
 
 ROOT = Path(__file__).parents[1]  # the checkout: the package is installed editable
 FOLDER = ROOT / "notebooks"
+SWEEPS = {"one-shot methods": "sweep", "chunked methods": "sweep-chunked"}  # studies; their samples differ
 
 
 def profile_here(default: str = "quick") -> str:
@@ -36,28 +37,62 @@ def records(
     Taken from ``results/`` where a run has begun there (what is missing is measured first), else from the records that
     the repository carries in ``data/results/``, else measured now.
     """
+    return analyses.at(_measured(profile, model, device, retain, study), retain)
+
+
+def swept(profile: str, model: str, device: str, *, measure: bool = True) -> dict[str, pd.DataFrame]:
+    """Records of the sweeps at every retention, by what their methods have in common.
+
+    The one-shot methods' are taken as :func:`records` does, unless ``measure`` is off; the others', which take a prefill
+    for each arm and share, only where they are stored.
+    """
+    found = {name: _stored(runner.folder(profile, model, device, study)) for name, study in SWEEPS.items()}
+    if measure:
+        found["one-shot methods"] = _measured(profile, model, device, None, SWEEPS["one-shot methods"])
+    return {name: frame for name, frame in found.items() if frame is not None}
+
+
+def rows(
+    profile: str, model: str, device: str, retain: float | None = None, data: str = ""
+) -> dict[str, pd.DataFrame]:
+    """Records of a benchmark's rows, each benchmark apart; none where nothing is stored and ``data`` names no rows.
+
+    Taken from where they are stored.  With ``data`` (a folder of rows, or ``hub``) what is missing of a run is measured,
+    unless the repository carries one.
+    """
+    name = runner.folder(profile, model, device)
+    if data and not results.holds(ROOT / "data" / "results" / name):
+        share = None if retain is None else [retain]
+        runner.run(profile, model, out=ROOT / "results" / name, device=device, retain=share, data=data)
+    frame = _stored(name)
+    return {} if frame is None else analyses.benchmarks(analyses.at(frame, retain))
+
+
+def stored(profile: str, models: Sequence[str], device: str, study: str) -> dict[str, pd.DataFrame]:
+    """A study's records of other models, where there are some: nothing is measured."""
+    found = {model: _stored(runner.folder(profile, model, device, study)) for model in models}
+    return {model: analyses.at(frame) for model, frame in found.items() if frame is not None}
+
+
+def _measured(profile: str, model: str, device: str, retain: float | None, study: str | None) -> pd.DataFrame:
     name = runner.folder(profile, model, device, study)
     out = ROOT / "results" / name
     carried = ROOT / "data" / "results" / name
     if not out.exists() and results.holds(carried):
         frame = results.load(carried)
         if retain is None or retain in set(frame["retain"]):
-            return analyses.at(frame, retain)
+            return frame
     chosen = profiles.load(profile) if study is None else studies.of(study, profile)
     runner.run(chosen, model, out=out, device=device, retain=None if retain is None else [retain])
-    return analyses.at(results.load(out), retain)
+    return results.load(out)
 
 
-def stored(profile: str, models: Sequence[str], device: str, study: str) -> dict[str, pd.DataFrame]:
-    """A study's records of other models, where there are some: nothing is measured."""
-    found = {}
-    for model in models:
-        name = runner.folder(profile, model, device, study)
-        for folder in (ROOT / "results" / name, ROOT / "data" / "results" / name):
-            if results.holds(folder):
-                found[model] = analyses.at(results.load(folder))
-                break
-    return found
+def _stored(name: str) -> pd.DataFrame | None:
+    """What a results folder of this name holds, one's own before the carried one."""
+    for folder in (ROOT / "results" / name, ROOT / "data" / "results" / name):
+        if results.holds(folder):
+            return results.load(folder)
+    return None
 
 
 def show(figure: plots.Figure, name: str, folder: str) -> plots.Figure:
@@ -65,6 +100,19 @@ def show(figure: plots.Figure, name: str, folder: str) -> plots.Figure:
     if folder:
         plots.save(figure, ROOT / folder, name)
     return figure
+
+
+def framed(page: str, name: str, folder: str) -> str:
+    """An HTML page in a frame of its own, to be shown; saved as NAME.html, and linked, where ``folder`` says so."""
+    link = ""
+    if folder:
+        path = ROOT / folder / f"{name}.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        results.write_atomic(path, page.encode())
+        link = f'<p><a href="{os.path.relpath(path, FOLDER)}">{folder}/{name}.html</a></p>'
+    source = page.replace("&", "&amp;").replace("'", "&#39;")
+    style = "width: 100%; height: 40rem; border: 1px solid #888"
+    return f"<div><iframe srcdoc='{source}' style='{style}'></iframe></div>{link}"
 
 
 def execute(
@@ -86,9 +134,13 @@ def execute(
     """
     profiles.load(profile)  # an unknown profile is said before anything is executed
     import papermill
+    from nbclient.exceptions import DeadKernelError
     from traitlets.config import Config
 
-    local = Config(KernelManager={"transport": "ipc"})  # over TCP each kernel warns that it is not encrypted
+    local = Config(
+        KernelManager={"transport": "ipc"},  # over TCP each kernel warns that it is not encrypted
+        NotebookClient={"shutdown_kernel": "immediate"},  # one that is asked first prints a traceback
+    )
 
     sources = [path for path in sorted(FOLDER.glob("*.ipynb")) if not only or only in path.name]
     if not sources:
@@ -98,13 +150,15 @@ def execute(
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     parameters = {"profile": profile, "model": model, "device": device, "retain": retain, "figures": figures}
-    written = []
+    written: list[Path] = []
     for source in progress(sources, "notebooks"):
         target = out / source.name
+        draft = out / f".{source.name}"  # one that is stopped leaves an earlier one as it was
+        kept = "what it measured is kept, run the same command again to go on"
         try:
             papermill.execute_notebook(
                 str(source),
-                str(target),
+                str(draft),
                 parameters,
                 cwd=str(FOLDER),
                 progress_bar=False,
@@ -112,10 +166,21 @@ def execute(
                 config=local,
             )
         except papermill.PapermillExecutionError as error:
+            draft.replace(target)
+            first = next(iter(str(error.evalue).splitlines()), "")
+            raise UserError(f"{source.name} failed with {error.ename}: {first}; see {target}") from error
+        except DeadKernelError as error:
             raise UserError(
-                f"{source.name} failed with {error.ename}: {error.evalue}; see {target}"
+                f"the kernel of {source.name} died, most likely because memory ran out; {kept}, with other programs closed"
             ) from error
-        written.append(target)
+        except KeyboardInterrupt:
+            raise UserError(
+                f"stopped in {source.name}; {len(written)} of {len(sources)} notebooks are finished in {out}; {kept}"
+            ) from None
+        else:
+            written.append(draft.replace(target))
+        finally:
+            draft.unlink(missing_ok=True)
     return written
 
 

@@ -69,10 +69,14 @@ def _tables(folder: Path, target: Path) -> list[Path]:
     run = json.loads((folder / results.RUN).read_text(encoding="utf-8")) | {
         "dtype": str(frame["dtype"].iloc[0])
     }
-    compared = [analyses.compare(frame, name).assign(comparison=name) for name in analyses.answered(frame)]
+    parts = analyses.benchmarks(frame)
+    compared = {
+        benchmark: [analyses.compare(part, name).assign(comparison=name) for name in analyses.answered(part)]
+        for benchmark, part in parts.items()
+    }
     tables = {
-        "main_table": results.main_table(frame).reset_index(),
-        "comparisons": pd.concat(compared) if compared else pd.DataFrame(),
+        "main_table": _apart({name: results.main_table(part).reset_index() for name, part in parts.items()}),
+        "comparisons": _apart({name: pd.concat(found) for name, found in compared.items() if found}),
         "summary": results.summary(frame),
     }
     written = [results.carry(folder, target)]
@@ -85,6 +89,13 @@ def _tables(folder: Path, target: Path) -> list[Path]:
     written.append(target / results.RUN)
     written[-1].write_text(json.dumps(run, indent=2) + "\n")
     return written
+
+
+def _apart(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """One table of several benchmarks', with a column that says which; of a single one as it is."""
+    if len(tables) > 1:
+        tables = {name: table.assign(benchmark=name) for name, table in tables.items()}
+    return pd.concat(tables.values()) if tables else pd.DataFrame()
 
 
 def block(tables: Path) -> str:

@@ -29,6 +29,7 @@ import json
 import math
 import os
 import platform
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -325,7 +326,7 @@ def load(folder: str | os.PathLike[str]) -> pd.DataFrame:
     path = Path(folder) / RECORDS
     carried = Path(folder) / CARRIED
     if carried.exists() and not path.exists():
-        return pd.read_csv(carried, low_memory=False).astype(dict.fromkeys(("retain", *METRICS), float))
+        return _read_carried(carried)
     try:
         units, _ = _read(path)
     except OSError as error:
@@ -557,6 +558,17 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
         units.append(unit)
         whole += len(line) + 1
     return units, whole
+
+
+def _read_carried(path: Path) -> pd.DataFrame:
+    try:
+        frame = pd.read_csv(path, low_memory=False)
+        if missing := [key for key in REQUIRED if key not in frame]:
+            raise ValueError(f"it lacks the column {missing[0]}")
+        return frame.astype(dict.fromkeys(("retain", *METRICS), float))
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"cannot read {path}; {why}; restore the file from the repository") from error
 
 
 def _malformed(unit: Any) -> str | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import gate, models, profiles, results, scale, tasks
-from .errors import UserError
+from .errors import UserError, out_of_memory
 from .models import row_of
 from .progress import progress
 from .tasks.base import Sample
@@ -89,8 +89,8 @@ def run(
     ------
     UserError
         An unknown profile, arm or task, a folder that cannot be used, a model that cannot be loaded or that takes
-        shorter prompts, a cluster that cannot be used; and from the gate or for want of memory, with what was measured
-        kept.
+        shorter prompts, a cluster that cannot be used; and, with what was measured kept, from the gate, on Ctrl-C, for
+        want of memory, or for workers that died.
     """
     if executor not in EXECUTORS:
         raise UserError(f"unknown executor {executor!r}; use one of {', '.join(EXECUTORS)}")
@@ -114,10 +114,9 @@ def run(
         "seed": chosen.seed,
     }
     row = models.row_of(model)
-    # a worker may have another working directory
-    where = (
-        str(Path(model).resolve()) if executor == "ray" and row is None and Path(model).is_dir() else model
-    )
+    where = model
+    if executor == "ray" and row is None and Path(model).is_dir():
+        where = str(Path(model).resolve())  # a worker may have another working directory
     with results.Store(out, settings) as store:
         todo = _missing(store, samples, arms)
         watch = _Watch(store, row.expects if row and gated else None)
@@ -129,10 +128,7 @@ def run(
             else:
                 done = _here(bench, todo)
             label = f"{chosen.name} on {store.settings['model']}"
-            with (
-                _resumable(store, out),
-                contextlib.closing(done),
-            ):  # whatever happens, workers end with the run
+            with _resumable(store, out), contextlib.closing(done):  # workers end with the run, come what may
                 _measure(store, watch, progress(done, label, total=len(todo), quiet=quiet))
     return results.write_summary(out)
 
@@ -166,17 +162,9 @@ class _Bench:
         }
 
     def __call__(self, sample: Sample, arms: list[Any]) -> list[dict[str, Any]]:
-        import torch  # it and transformers are needed only here
+        from .evaluate import evaluate  # torch and transformers are needed only here
 
-        from .evaluate import evaluate
-
-        try:
-            records = evaluate(self.model, self.tokenizer, sample, arms, self.context)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise UserError(
-                f"{sample.id} under {len(arms)} arms does not fit into the memory of {self.model.device}; what is "
-                "finished is kept: run again with some of the --methods at a time, or with a shorter --context"
-            ) from error
+        records = evaluate(self.model, self.tokenizer, sample, arms, self.context)
         return [record | self.common for record in records]
 
 
@@ -238,11 +226,12 @@ def _samples(
         raise UserError(f"--limit {limit} leaves no sample; give at least 1")
     most = max(profile.tasks.values())
     fits = _fits(model, profile.context) if profile.whole else None
+    count = _count(model)
     sets = []
     for name in names:
         wanted = min(profile.tasks.get(name, most), limit or most)
         if name in offline:
-            sets.append(tasks.load(name, wanted, profile.context))
+            sets.append(tasks.load(name, wanted, profile.context, count=count))
         else:
             sets.append(
                 _drawn(tasks.load(name, EVERY, profile.context, data=data), wanted, profile.seed, fits)
@@ -263,6 +252,12 @@ def _drawn(
     order = sorted(samples, key=lambda sample: hashlib.sha256(f"{seed} {sample.id}".encode()).digest())
     drawn = (sample for sample in order if fits is None or fits(sample))
     return list(itertools.islice(drawn, wanted))
+
+
+def _count(model: str) -> tasks.Count:
+    """Tokens of a text; the tokenizer is loaded when first asked."""
+    tokenizer = functools.cache(lambda: models.load_tokenizer(model))
+    return lambda text: len(tokenizer()(text, verbose=False)["input_ids"])  # no warning that it is long
 
 
 def _fits(model: str, context: int) -> Callable[[Sample], bool]:
@@ -312,3 +307,10 @@ def _resumable(store: results.Store, out: str | Path) -> Iterator[None]:
         raise UserError(
             f"stopped; what is finished is kept in {out}, run the same command again to go on"
         ) from None
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise UserError(
+            f"out of memory; what is finished is kept in {out}; close other programs and run the same command again, or "
+            "with fewer arms at a time (--methods) into the same folder"
+        ) from error

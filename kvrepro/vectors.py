@@ -20,6 +20,7 @@ from torch import Tensor
 from .attention import Observed, attend_observed
 from .entries import Entries
 from .methods import Method, available, make, method_class
+from .results import write_atomic
 from .rope import Rope
 
 SHAPES = {"gqa": (4, 2), "mha": (2, 2)}
@@ -100,7 +101,7 @@ def write(folder: str | Path) -> list[Path]:
 
     def put(name: str, content: dict[str, Any]) -> None:
         paths.append(folder / name)
-        paths[-1].write_text(json.dumps(content) + "\n")
+        write_atomic(paths[-1], (json.dumps(content) + "\n").encode())
 
     for shape in SHAPES:
         given = inputs(shape)

@@ -12,13 +12,13 @@ PACKAGE = Path(__file__).parents[1] / "kvrepro"
 # A module may import from its own level and from lower ones.
 LEVELS = [
     {"errors", "progress", "__init__"},
-    {"entries", "rope", "embedded", "gate", "profiles", "theory"},
+    {"entries", "rope", "embedded", "gate", "profiles", "theory", "scale"},
     {"tasks"},
     {"attention", "results"},
     {"methods", "stats", "published", "models", "explain"},
-    {"hf", "plots", "vectors", "studies"},
-    {"evaluate", "generate", "analyses"},
-    {"runner", "measure", "claims", "demo"},
+    {"hf", "plots", "vectors", "studies", "costs"},
+    {"evaluate", "analyses"},
+    {"runner", "measure", "claims", "demo", "generate", "heatmap", "compare", "doctor"},
     {"notebooks"},
     {"publish"},
     {"cli"},

@@ -14,7 +14,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from kvrepro import attention, hf
-from kvrepro.attention import QUERY_BLOCK, Observed, attend, attend_causal, attend_observed
+from kvrepro.attention import (
+    PART,
+    QUERY_BLOCK,
+    Observed,
+    attend,
+    attend_causal,
+    attend_observed,
+    attend_one,
+    parts_for,
+)
 from kvrepro.entries import Entries
 from kvrepro.errors import UserError
 from kvrepro.rope import Rope
@@ -79,6 +88,93 @@ def test_attend_stays_finite_on_extreme_logits(dtype: torch.dtype, softcap: floa
     bias[..., :30] = -torch.inf
     out = attend(query, keys, values, bias, 1.0, softcap)
     assert out.dtype == dtype and out.isfinite().all()
+
+
+# --- one new token, its entries in parts
+
+
+@pytest.mark.parametrize("shape", HEADS)
+@pytest.mark.parametrize(("n", "parts"), [(1400, 1), (1400, 2), (1401, 2), (1401, 3), (1403, 16), (5, 4)])
+@pytest.mark.parametrize("bias", ["none", "shared", "per-head", "with holes"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)]
+)
+def test_attention_in_parts_is_attention(
+    shape: str, n: int, parts: int, bias: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Also with padding over a whole part, over blocks of a part, in the last part, and a row that has nothing else."""
+    query, keys, values = qkv(shape, 1, n, dtype, batch=3)
+    kv_heads = keys.shape[1]
+    extra = None
+    if bias != "none":
+        extra = random(3, kv_heads if bias == "per-head" else 1, n, seed=3)
+    if bias == "with holes":
+        assert extra is not None
+        extra[0, :, : n // 2 + 2] = -torch.inf
+        extra[1, :, :-1] = -torch.inf
+        extra[2, :, n // 3 :] = -torch.inf
+    folded = attention.fold(query, kv_heads)
+    wide = torch.promote_types(dtype, torch.float32)
+    found = attend_one(
+        folded, keys, values, None if extra is None else extra.to(wide), SCALING, parts
+    )  # as Rows keeps its bias
+    logits = folded.double() @ keys.double().transpose(2, 3) * SCALING
+    logits = logits if extra is None else logits + extra[:, :, None]
+    expected = logits.softmax(-1) @ values.double()
+    assert found.shape == folded.shape and found.dtype == dtype
+    assert (found - expected).abs().max() < tolerance
+
+
+def test_parts_are_views_of_a_growing_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied: spare capacity and other rows lie between the stretches."""
+    query, keys, values = qkv("gqa", 1, 1500, batch=2)
+    kernel, read = attention._flash_on_cpu, []
+
+    def watched(query: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        read.extend([keys, values])
+        return kernel(query, keys, values, *rest)
+
+    monkeypatch.setattr(attention, "_flash_on_cpu", watched)
+    used = slice(0, 1401)
+    attend_one(attention.fold(query, 2), keys[:, :, used], values[:, :, used], None, SCALING, 4)
+    stores = [x.untyped_storage().data_ptr() for x in (keys, values)]
+    assert [x.untyped_storage().data_ptr() for x in read] == stores * 2
+    assert [tuple(x.shape) for x in read] == [(4, 4, 350, 8)] * 2 + [(4, 1, 1, 8)] * 2
+
+
+def test_threads_share_the_heads_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert [parts_for(heads, 2 * PART) for heads in (1, 2, 3, 12)] == [2, 1, 2, 1]
+    assert parts_for(3, 2 * PART - 1) == 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    assert parts_for(3, 100_000) == 16 and parts_for(8, 100_000) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_decoding_goes_in_parts_and_everything_else_does_not(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Several new tokens, a soft cap and gradients (none flow through the kernel's logsumexp) take the plain path."""
+    calls: list[int] = []
+    monkeypatch.setattr(attention, "parts_for", lambda heads, n: 2)
+    monkeypatch.setattr(
+        attention, "_attend_in_parts", lambda query, *rest: calls.append(query.shape[2]) or query
+    )
+    query, keys, values = qkv("gqa", 1, 50, dtype)
+    attend(query, keys, values, None, SCALING)
+    assert calls == [3 if dtype == torch.float64 else 4]  # bfloat16: an even number of queries
+    attend(query.expand(-1, -1, 2, -1), keys, values, None, SCALING)
+    attend(query, keys, values, None, SCALING, 2.0)
+    attend(query, keys, values[..., :4], None, SCALING)
+    for learned in (query, keys, values):
+        leaf = learned.clone().requires_grad_()
+        given = [leaf if x is learned else x for x in (query, keys, values)]
+        attend(*given, None, SCALING).sum().backward()
+        assert leaf.grad is not None and leaf.grad.any()
+    assert len(calls) == 1
+    with torch.no_grad():
+        attend(query.clone().requires_grad_(), keys, values, None, SCALING)
+    assert len(calls) == 2
 
 
 def test_a_query_head_reads_the_kv_head_of_its_group() -> None:

@@ -83,7 +83,15 @@ def test_details_of_claims_that_have_some() -> None:
         0.1,
         0.9,
     )
-    assert tests["selkv-works-at-10"].retain == (0.1,) and tests["selkv-above-full-at-80"].retain == (0.8,)
+    assert tests["selkv-works-at-10"].retain == (0.1,)
+    # the sweep has no 80 %, and the claim says at which neighbours of it it is tested
+    assert tests["selkv-above-full-at-80"].retain == (0.75, 0.9)
+    assert "75 and at 90 %" in ALL["selkv-above-full-at-80"].claim
+    for name in readings.CLAIMS["retention"]:
+        assert tests[str(name)].study == "sweep"
+        assert set(tests[str(name)].retain) <= set(STUDIES["sweep"].retain)
+    categories = ("selkv-above-full-multi-doc", "selkv-robust-categories", "kvslimmer-where")
+    assert {name for name, test in tests.items() if test.profile} == set(categories)
     assert tests["selkv-robust-categories"].categories == CATEGORIES
     assert tests["kvslimmer-where"].categories == ("single-doc", "multi-doc", "synthetic")
     assert tests["gains-larger-on-gqa"].than == "smollm2-135m-mha"
@@ -97,8 +105,9 @@ def test_a_study_has_the_arms_of_its_claims() -> None:
 
     for name, one in ALL.items():
         if isinstance(one.test, Comparison):
-            arms = STUDIES[one.test.study].arms if one.test.study else profiles.load("quick").arms
-            assert {one.test.arm, *one.test.baseline} <= set(arms), name
+            for profile in {"quick", one.test.profile or "quick"}:
+                arms = STUDIES[one.test.study].arms if one.test.study else profiles.load(profile).arms
+                assert {one.test.arm, *one.test.baseline} <= set(arms), name
 
 
 def test_published_numbers_come_from_the_published_tables() -> None:
@@ -136,6 +145,7 @@ GOOD = {
         ({"test": {**GOOD["test"], "margin": {"bleu": 1}}}, "unknown margin 'bleu'"),
         ({"test": {**GOOD["test"], "categories": "prose"}}, "unknown categories 'prose'"),
         ({"test": {**GOOD["test"], "study": "nope"}}, "unknown study 'nope'"),
+        ({"test": {**GOOD["test"], "profile": "nope"}}, "unknown profile 'nope'"),
         ({"test": {**GOOD["test"], "retain": 0}}, r"retain \[0\]; shares"),
         ({"test": {**GOOD["test"], "retain": "much"}}, "claim 'a'"),
         ({"test": {**GOOD["test"], "because": "x"}}, "unknown key 'because'"),
@@ -276,6 +286,84 @@ def test_spectra_are_read_from_the_stored_table(tmp_path: Path) -> None:
     assert explained.verdicts == {"correlation": "contradicted"}
     assert explained.weakest("correlation")["case"].startswith(asymmetry.PARTS["values"])
     assert "ρ = +0.90 [−0.20, +1.00]" in readings.evidence(explained)
+
+
+# Shares of entries, and benchmarks
+
+
+def sweep(folder: Path, levels: dict[float, dict[str, float]]) -> Path:
+    """A carried sweep: the arms' KL at each share, and a full cache."""
+    parts = [write(folder.parent / f"{share}", kl) / results.CARRIED for share, kl in levels.items()]
+    frames = [pd.read_csv(path).assign(retain=share) for path, share in zip(parts, levels, strict=True)]
+    full = pd.read_csv(write(folder.parent / "full", {"full": 0.0}) / results.CARRIED)
+    folder.mkdir()
+    pd.concat([full, *frames]).to_csv(folder / results.CARRIED, index=False)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("gap", "verdict"), [(-0.1, "supported"), (0.1, "contradicted"), (0.0, "inconclusive")]
+)
+def test_claims_about_shares_are_judged_by_the_sweep(tmp_path: Path, gap: float, verdict: str) -> None:
+    """The arm lies by so much above its baselines at 10 %, and well below them at all other shares."""
+    best = {"selkv": 0.1, "selkv/evict": 0.3, "snapkv": 0.3}
+    shares = STUDIES["sweep"].retain
+    sweep(tmp_path / "quick-sweep", {x: {**best, "selkv": 0.3 + gap} if x == 0.1 else best for x in shares})
+    runs = Runs(tmp_path)
+    judged = judge(ALL["selkv-works-at-10"], runs, n_boot=300)
+    assert judged.verdicts["kl"] == verdict and judged.weakest("kl")["case"] == ""
+    robust = judge(ALL["selkv-robust-retention"], runs, n_boot=300)
+    # level is no worse, by the margin
+    assert robust.verdicts["kl"] == ("contradicted" if verdict == "contradicted" else "supported")
+    assert len(robust.cases) == 2 * len(shares)
+    assert robust.weakest("kl")["case"] == "at 10%"
+
+
+def test_better_than_the_full_cache_needs_both_neighbours_of_80(tmp_path: Path) -> None:
+    better, worse = {"selkv": -0.2}, {"selkv": 0.2}  # of NLL and score, both against the full cache's 0
+    claim = ALL["selkv-above-full-at-80"]
+    sweep(tmp_path / "quick-sweep", {0.75: better, 0.9: better})
+    assert judge(claim, Runs(tmp_path), n_boot=300).verdicts == {"score": "supported", "nll": "supported"}
+    (tmp_path / "b").mkdir()
+    sweep(tmp_path / "b" / "quick-sweep", {0.75: worse, 0.9: better})
+    judged = judge(claim, Runs(tmp_path / "b"), n_boot=300)
+    assert judged.verdicts["nll"] == "contradicted" and judged.weakest("nll")["case"] == "at 75%"
+    (tmp_path / "c").mkdir()
+    sweep(tmp_path / "c" / "quick-sweep", {0.75: better})
+    why = judge(claim, Runs(tmp_path / "c")).why
+    assert why.startswith("quick-sweep has no selkv at 90% of the entries; `")
+
+
+def test_a_claim_about_categories_prefers_the_benchmarks_rows(tmp_path: Path) -> None:
+    claim = ALL["selkv-above-full-multi-doc"]
+    write(tmp_path / "quick", {"full": 0.3, "selkv": 0.4})
+    offline = judge(claim, Runs(tmp_path), n_boot=300)
+    assert offline.verdicts["nll"] == "contradicted" and offline.weakest("nll")["case"] == "on offline tasks"
+    write(tmp_path / "longbench", {"full": 0.3, "snapkv": 0.2}, task="longbench-e/lcc")
+    assert judge(claim, Runs(tmp_path), n_boot=300).verdicts == offline.verdicts  # that run has no such arm
+    (tmp_path / "longbench" / results.CARRIED).unlink()
+    (tmp_path / "longbench").rmdir()
+    path = write(tmp_path / "longbench", {"full": 0.3, "selkv": 0.2}, task="longbench-e/hotpotqa")
+    rows = judge(claim, Runs(tmp_path), n_boot=300)
+    assert rows.verdicts["nll"] == "supported" and rows.weakest("nll")["case"] == "on LongBench-E"
+    assert judge(claim, Runs(path), n_boot=300).verdicts == rows.verdicts  # given alone
+
+
+def test_a_dataset_with_one_row_does_not_keep_the_others_from_a_verdict(tmp_path: Path) -> None:
+    path = write(tmp_path / "quick", {"selkv": 0.2, "snapkv": 0.3}) / results.CARRIED
+    frame = pd.read_csv(path)
+    lone = frame[frame["sample"] == "code/0"].assign(sample="other/0", task="other")
+    pd.concat([frame, lone]).to_csv(path, index=False)
+    judged = judge(claim(), Runs(tmp_path), n_boot=300)
+    assert judged.verdicts["kl"] == "supported" and judged.weakest("kl")["n"] == 36
+
+
+def test_some_claims_alone_and_the_command_for_rows(tmp_path: Path) -> None:
+    write(tmp_path / "longbench", {"selkv": 0.2, "snapkv": 0.3}, task="longbench/lcc")
+    ids = readings.CLAIMS["retention"]
+    judged = claims.judge_all(tmp_path, profile="longbench", ids=[str(x) for x in ids])
+    assert {one.claim.id for one in judged} == set(ids)
+    assert judged[0].why.endswith("`kvrepro run --profile longbench --study sweep --data DIR`")
 
 
 # What is not there

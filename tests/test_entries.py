@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvrepro.entries import BLOCK, Entries, Rows
+from kvrepro.entries import BLOCK, SHARE, Entries, Rows
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -181,6 +181,18 @@ def test_bytes_are_the_formula_and_spare_capacity_at_most_a_block(bias: int, n: 
     assert rows.bytes_allocated() == sum(
         x.untyped_storage().nbytes() for x in (rows.keys, rows.values, rows.bias) if x is not None
     )
+
+
+def test_a_long_cache_grows_by_a_share_of_its_length() -> None:
+    """Copying n entries every n / 16 steps costs the same at any length; a block of 256 would cost ever more."""
+    n = SHARE * BLOCK * 3
+    rows = Rows([entries_of(n, heads=1)])
+    for _ in range(2):
+        rows.append(random(1, 1, 1, 8), random(1, 1, 1, 4))
+        assert rows.keys.shape[2] == n + 3 * BLOCK
+        assert rows.bytes_allocated() - rows.bytes_used(0) < rows.bytes_used(0) / SHARE
+    rows.append(random(1, 1, 8 * BLOCK, 8), random(1, 1, 8 * BLOCK, 4))  # a long turn: as much as it needs
+    assert rows.keys.shape[2] == n + 9 * BLOCK
 
 
 def test_growing_copies_once_a_block() -> None:

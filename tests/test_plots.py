@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 
-from kvrepro import plots, published, results, stats
+from kvrepro import analyses, plots, published, results, stats
 from kvrepro.errors import UserError
 from kvrepro.plots import inside, theory
 from kvrepro.tasks.base import CATEGORIES
@@ -35,6 +35,12 @@ def records() -> pd.DataFrame:
                  "agree": 1 - kl, "kept_entries": 0.25, "kept_bytes": 0.25}
             )  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def swept(records: pd.DataFrame, *shares: float) -> pd.DataFrame:
+    """The arms again at each share, the closer to the full cache the more they keep."""
+    full, rest = records[records["arm"] == "full"], records[records["arm"] != "full"]
+    return pd.concat([full, *(rest.assign(retain=x, kl=rest["kl"] * (1 - x)) for x in shares)])
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +102,15 @@ def drawn(records) -> dict[str, plots.Figure]:
     alphas = pd.DataFrame(
         {"set": ["merged", "merged", "heaviest"], "alpha1": [0.0, 2e-5, 0.4], "alpha2": [2e-5, 2e-5, 0.4]}
     )
+    panels = {"one-shot": swept(records, 0.1, 0.5, 0.9), "chunked": swept(records, 0.1, 0.5)}
+    both = {"a": records, "b": records.assign(kl=2 * records["kl"])}
     return {
+        "sweep": plots.sweep({name: analyses.sweep(frame, n_boot=200) for name, frame in panels.items()}),
+        "lasting": plots.lasting(
+            {name: analyses.lasting(frame, n_boot=99) for name, frame in panels.items()}
+        ),
+        "datasets": plots.datasets(analyses.by_dataset(records, "score"), "score", title="By dataset"),
+        "across": plots.across(analyses.models(both, "kl", n_boot=200)),
         "spectra": plots.spectra(curves),
         "ranks": plots.ranks(shares, shares[shares["head"] == 0]),
         "similarity_spectrum": plots.similarity_spectrum(pairs, notes),
@@ -188,6 +202,65 @@ def test_the_figures_show_what_they_were_given(drawn, records):
     assert list(sag.columns) == ["position", "full", "evicted", "merged", "compensated"]
 
 
+def test_a_sweep_shows_every_arm_at_every_share_of_its_panel(drawn, records):
+    figure = drawn["sweep"]
+    table = figure.data
+    # metrics x (the full cache and the arms at each share)
+    assert len(table) == 3 * (1 + 3 * 5) + 3 * (1 + 2 * 5)
+    assert list(table["panel"].unique()) == ["one-shot", "chunked"]
+    one_shot, chunked = figure.axes[0], figure.axes[1]  # KL
+    assert one_shot.get_yscale() == "log"
+    assert [tick.get_text() for tick in figure.axes[-1].get_xticklabels()] == ["10%", "50%", "90%"]
+    assert one_shot.get_title(loc="left") == "one-shot, n = 24" and "nats a token" in one_shot.get_ylabel()
+    assert len(one_shot.lines) == len(chunked.lines) == 5  # the full cache is no distance from itself
+    assert [len(line.get_xdata()) for line in chunked.lines] == [2] * 5
+    assert sum(line.get_linestyle() == ":" for line in figure.axes[2].lines) == 1  # NLL: the full cache
+    colors = {plots.look(arm).color for arm in ARMS if arm != "full"}
+    assert {line.get_color() for line in one_shot.lines} == colors
+    x = np.array([line.get_xdata() for line in one_shot.lines])
+    assert len(np.unique(x)) == x.size and np.abs(x - [0.1, 0.5, 0.9]).max() < 0.05  # none covers another
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == ["full cache", "SnapKV", "SelKV", "SelKV: evict only", "KVSlimmer", "mine"]
+    row = table.query("panel == 'one-shot' and metric == 'kl' and arm == 'selkv' and retain == 0.1").iloc[0]
+    assert row["mean"] == pytest.approx(0.9 * records[records["arm"] == "selkv"]["kl"].mean())
+    assert row["low"] < row["mean"] < row["high"]
+
+
+def test_a_kl_of_zero_has_a_place_on_the_logarithmic_axis(records):
+    none = records.assign(kl=records["kl"].where(records["arm"] != "selkv", 0.0))
+    figure = plots.sweep({"": analyses.sweep(swept(none, 0.1, 0.9), n_boot=50)})
+    line = next(line for line in figure.axes[0].lines if line.get_color() == plots.look("selkv").color)
+    assert list(line.get_ydata()) == [1e-4, 1e-4]
+    stored = figure.data.query("arm == 'selkv' and metric == 'kl'")
+    assert set(stored["mean"]) == {0.0}  # the table has the number
+
+
+def test_lasting_differences_have_a_line_each(drawn):
+    figure = drawn["lasting"]
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == ["SelKV minus SnapKV", "SelKV minus SelKV: evict only"]
+    colors = {line.get_color() for line in figure.legends[0].get_lines()}
+    assert len(colors) == 2  # though the arm is the same
+    assert set(figure.data["retain"]) == {0.1, 0.5, 0.9}
+    assert "below 0 is better" in figure.axes[0].get_ylabel() and "above 0" in figure.axes[4].get_ylabel()
+
+
+def test_datasets_are_named_with_their_category_and_count(drawn, records):
+    ticks = [tick.get_text() for tick in drawn["datasets"].axes[0].get_xticklabels()]
+    assert ticks == [f"{name}\n{name}, n = 4" for name in CATEGORIES]
+    means = records.groupby(["arm", "task"])["score"].mean()
+    assert f"{means['selkv', 'code']:.1f}" in texts(drawn["datasets"])
+
+
+def test_models_stand_apart_with_their_intervals_and_counts(drawn):
+    axis = drawn["across"].axes[0]
+    one, other = (line for line in axis.lines if line.get_label().startswith(("a,", "b,")))
+    assert [one.get_label(), other.get_label()] == ["a, n = 24", "b, n = 24"]
+    assert (np.asarray(other.get_ydata()) - np.asarray(one.get_ydata()) > 0.1).all()
+    assert np.allclose(other.get_xdata(), 2 * np.asarray(one.get_xdata()))
+    assert len(axis.collections) == 2 and "full cache" not in texts(drawn["across"])
+
+
 def test_intervals_that_do_not_exist_are_left_out(tmp_path, records):
     one_each = records[records["sample"].str.endswith("/0")]
     comparison = stats.compare(one_each, ["kl"], ["selkv", "kvslimmer"], "full", n_boot=50)
@@ -234,6 +307,8 @@ SHOWN_TOGETHER = (
     ),
     ("full", "h2o", "snapkv", "pyramidkv", "look-m", "selkv", "kvslimmer"),
     ("full", "streaming-llm", "snapkv", "selkv", "bifocal", "selkv/evict"),
+    ("streaming-llm", "h2o", "snapkv", "pyramidkv", "look-m", "bifocal", "selkv", "selkv/evict"),
+    ("streaming-llm", "asymkv", "kvslimmer", "kvslimmer/drop-lighter"),
     ("full", "asymkv", "kvslimmer", "kvslimmer-released"),
     ("kvslimmer", "kvslimmer/diagonal", "kvslimmer/mass", "kvslimmer/mean", "kvslimmer/drop-lighter"),
     ("kvslimmer", "kvslimmer/plain-sum", "kvslimmer/plain-mean", "kvslimmer/mass-values", "kvslimmer/as-key"),
@@ -257,6 +332,8 @@ def test_every_arm_has_a_look_of_its_own():
     assert len({look.color for look in plots.LOOKS.values()}) == len(plots.LOOKS)
     assert len({look.label for look in plots.LOOKS.values()}) == len(plots.LOOKS)
     assert plots.look("mine").label == "mine"
+    assert plots.look("bifocal/window-8") == plots.Look("#555555", "o", "Selector: window 8")  # not ours
+    assert plots.look("bifocal/sharp").color == plots.look("bifocal").color
 
 
 @pytest.mark.parametrize("vision", BLINDNESS)

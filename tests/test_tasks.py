@@ -39,7 +39,7 @@ def question(sample: Sample, marker: str) -> str:
 
 def test_every_category_has_a_task() -> None:
     assert set(tasks.available().values()) == set(CATEGORIES)
-    assert set(tasks.available()) == set(NAMES)
+    assert {name for name in tasks.available() if not name.startswith("ruler-made/")} == set(NAMES)
 
 
 def test_samples_are_well_formed(samples: dict[str, list[Sample]]) -> None:

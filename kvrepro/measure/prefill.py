@@ -1,6 +1,8 @@
-"""What compression costs: prefill plus compression against the plain prefill, interleaved in one process.
+"""What compression costs: prefill plus compression against the plain prefill, in time and in memory.
 
-kvrepro bench prefill --context 4096 --methods selkv,snapkv,bifocal
+Times are interleaved in one process; each peak of memory is taken in a process of its own.
+
+kvrepro bench prefill --context 1024 2048 4096 8192 --methods selkv,snapkv,bifocal
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from ..hf import make_cache, prefill
 from ..models import load
 from ..progress import progress
 from ..tasks.prompts import encode
+from .fresh import WARM_UP, fresh, peak, spread
 
 METHODS = ("selkv", "snapkv", "pyramidkv", "h2o", "bifocal")
 
@@ -28,10 +31,11 @@ def run(
     methods: Sequence[str] = METHODS,
     retain: float = 0.25,
     repeats: int = 5,
+    memory_repeats: int = 2,
     device: str = "cpu",
     dtype: str | None = None,
 ) -> dict[str, Any]:
-    """Time the prefill of a real prompt with each method.
+    """Measure the prefill of a real prompt with each method.
 
     Returns
     -------
@@ -40,6 +44,10 @@ def run(
         (inside ``compress``), ``ratio`` of the seconds to the plain prefill's of the same repeat (median, low, high),
         and ``overhead``: compression as a share of the rest of the same prefill (None on CUDA, whose clock inside
         ``compress`` would count other kernels).
+
+        ``extra_bytes``: the peak above the loaded model (median, low, high), the cache it leaves included;
+        ``layer_bytes``: keys and values of the prompt in one layer; ``layers_above_plain``: how many of those the peak
+        is above the plain prefill's of the same repeat (median, low, high; negative: below).
     """
     model, tokenizer = load(model_name, device=device, dtype=dtype)
     rows = []
@@ -55,6 +63,11 @@ def run(
                 whole, compression = _once(model, ids, arm, retain)
                 seconds[arm].append(whole)
                 inside[arm].append(compression)
+        extra: dict[str, list[int]] = {arm: [] for arm in arms}
+        for _ in progress(range(memory_repeats), f"memory of {ids.shape[1]} tokens"):
+            for arm in arms:
+                extra[arm].append(fresh(_memory, model_name, device, dtype, ids.tolist(), arm, retain))
+        layer = _layer_bytes(model, ids.shape[1])
         rows += [
             {
                 "arm": arm,
@@ -62,10 +75,15 @@ def run(
                 "retain": 1.0 if arm == "full" else retain,
                 "seconds": seconds[arm],
                 "compression": inside[arm],
-                "ratio": _spread([a / b for a, b in zip(seconds[arm], seconds["full"], strict=True)]),
+                "ratio": spread([a / b for a, b in zip(seconds[arm], seconds["full"], strict=True)]),
                 "overhead": None
                 if model.device.type == "cuda"
-                else _spread([c / (a - c) for a, c in zip(seconds[arm], inside[arm], strict=True)]),
+                else spread([c / (a - c) for a, c in zip(seconds[arm], inside[arm], strict=True)]),
+                "extra_bytes": spread(extra[arm]),
+                "layer_bytes": layer,
+                "layers_above_plain": spread(
+                    [(a - b) / layer for a, b in zip(extra[arm], extra["full"], strict=True)]
+                ),
             }
             for arm in arms
         ]
@@ -84,18 +102,37 @@ def _once(model: Any, ids: torch.Tensor, arm: str, retain: float) -> tuple[float
     return time.perf_counter() - started, cache.compression_seconds[0]
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+def _memory(
+    model_name: str, device: str, dtype: str | None, ids: list[list[int]], arm: str, retain: float
+) -> int:
+    """Peak bytes of one prefill above the loaded model."""
+    model, _ = load(model_name, device=device, dtype=dtype)
+    prompt = torch.tensor(ids, device=model.device)
+    _once(model, prompt[:, :WARM_UP], "full", retain)
+    with peak(model.device) as found:
+        _once(model, prompt, arm, retain)
+    return found[0]
+
+
+def _layer_bytes(model: Any, n: int) -> int:
+    """Bytes of the keys and values of n tokens in one layer."""
+    config = model.config.get_text_config(decoder=True)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * n * config.num_key_value_heads * width * model.dtype.itemsize
 
 
 def text(found: dict[str, Any]) -> str:
     """The same for a person."""
-    lines = [f"{'arm':<22}{'tokens':>8}{'seconds':>9}  against plain prefill   compression"]
+    lines = [
+        f"{'arm':<22}{'tokens':>8}{'seconds':>9}  against plain prefill   compression{'':<14}  extra MB  above plain (layers)"
+    ]
     for row in found["rows"]:
-        ratio, share = row["ratio"], row["overhead"]
+        ratio, share, layers = row["ratio"], row["overhead"], row["layers_above_plain"]
+        inside = f"{share['median']:.1%} ({share['low']:.1%} to {share['high']:.1%})" if share else "–"
         lines.append(
             f"{row['arm']:<22}{row['context']:>8}{statistics.median(row['seconds']):>9.2f}"
             f"  {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
-            + (f"   {share['median']:.1%} ({share['low']:.1%} to {share['high']:.1%})" if share else "   –")
+            f"   {inside:<25}{row['extra_bytes']['median'] / 1e6:>10.0f}"
+            f"  {layers['median']:+.1f} ({layers['low']:+.1f} to {layers['high']:+.1f})"
         )
     return "\n".join(lines)

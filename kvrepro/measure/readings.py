@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from .. import claims, plots, published, results
+from .. import analyses, claims, plots, published, results
 from ..claims import Claim, Judged, better
 from ..explain import explain
+from ..plots.canvas import count
 from ..tasks.base import CATEGORIES
 
 # SelKV's diagnostics, as a reader finds them in a table.
@@ -76,6 +77,7 @@ CLAIMS: dict[str, tuple[str | Claim, ...]] = {
         better("true positions are better for StreamingLLM", "streaming-llm", "streaming-llm/reindexed"),
         better("true positions are better for SelKV", "selkv", "selkv/reposition"),
     ),
+    "retention": ("selkv-robust-retention", "selkv-works-at-10", "selkv-above-full-at-80"),
     "slimmer-bias": (
         better("the count itself is right: clamping it at 5 is worse", "kvslimmer", "kvslimmer/clamped"),
         better("the count beats SelKV's attention ratio", "kvslimmer", "kvslimmer/ratio"),
@@ -246,18 +248,74 @@ def _reach(row: pd.Series) -> str:
 
 def differences(comparison: pd.DataFrame) -> pd.DataFrame:
     """A comparison for reading: a row an arm, and for each metric the difference, its interval and what could be missed."""
-    columns = {}
+    columns: dict[tuple[str, str], pd.Series] = {}
     if comparison["baseline"].nunique() > 1:
         baselines = comparison.drop_duplicates("arm").set_index("arm")["baseline"]
         columns["minus", ""] = baselines.map(lambda arm: plots.look(arm).label)
+    columns["n", ""] = comparison.groupby("arm", sort=False)["n"].min()
     for metric, rows in comparison.groupby("metric", sort=False):
-        name = f"{_name(metric)}, {plots.METRICS[str(metric)].unit}"
+        name = _unit(str(metric))
         rows = rows.set_index("arm")
         columns[name, "difference [95 %]"] = rows.apply(_difference, axis=1)
         columns[name, "detectable"] = rows.apply(_detectable, axis=1)
     table = pd.DataFrame(columns)
     table.index = pd.Index([plots.look(str(arm)).label for arm in table.index], name=_against(comparison))
     return table
+
+
+def swept(table: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """``analyses.sweep`` for reading, one metric: a row an arm, a column a share of entries, means with intervals."""
+    rows = table[table["metric"] == metric].copy()
+    rows["text"] = rows.apply(_mean, axis=1)
+    wide = rows.pivot(index="arm", columns="retain", values="text").fillna("–")
+    wide = wide.loc[results.in_order(wide.index, results.ARMS)]
+    named = f"{_unit(metric)}, {count(rows['n'])}"
+    wide.index = pd.Index([plots.look(arm).label for arm in wide.index], name=named)
+    return wide.rename(columns="{:.0%}".format).rename_axis(columns=None)
+
+
+def lasting(table: pd.DataFrame) -> pd.DataFrame:
+    """``analyses.lasting`` for reading: a row a difference and share of entries."""
+    columns = {}
+    rows = table.assign(
+        difference=[f"{plots.look(x).label} minus {plots.look(y).label}" for x, y in zip(table["arm"], table["baseline"])],
+        share=table["retain"].map("{:.0%}".format),
+    )  # fmt: skip
+    order = list(rows["difference"].unique())
+    rows = rows.iloc[sorted(range(len(rows)), key=lambda i: order.index(rows["difference"].iloc[i]))]
+    for metric, part in rows.groupby("metric", sort=False):
+        part = part.set_index(["difference", "share"])
+        columns["", "n"] = part["n"]
+        columns[_unit(str(metric)), "difference [95 %]"] = part.apply(_difference, axis=1)
+        columns[_unit(str(metric)), "detectable"] = part.apply(_detectable, axis=1)
+    return pd.DataFrame(columns)
+
+
+def rows(parts: Mapping[str, pd.DataFrame], missing: str) -> str:
+    """A sentence: how many rows of each benchmark are there, or, where there are none, ``missing``."""
+    counts = [
+        f"{name}: {frame['sample'].nunique()} rows of {frame['task'].nunique()} tasks, prompts of "
+        f"{frame['n_tokens'].min():,.0f} to {frame['n_tokens'].max():,.0f} tokens"
+        for name, frame in parts.items()
+    ]
+    return "; ".join(counts) + "." if counts else missing
+
+
+def by_dataset(frame: pd.DataFrame, metric: str = "score") -> pd.DataFrame:
+    """``analyses.by_dataset`` for reading."""
+    table = analyses.by_dataset(frame, metric).map(f"{{:.{plots.METRICS[metric].digits}f}}".format)
+    return table.rename(columns=lambda arm: plots.look(arm).label).rename_axis(columns=_unit(metric))
+
+
+def beside(parts: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Averages on each benchmark here, and the papers' beside them; a row an arm."""
+    ours = {
+        f"here, {name} (n = {frame['sample'].nunique()})": results.by_category(frame)["average"].droplevel("retain")
+        for name, frame in parts.items()
+    }  # fmt: skip
+    table = pd.DataFrame(ours)
+    table = table.loc[results.in_order(table.index, results.ARMS)].rename_axis("arm")
+    return table.join(published_averages(list(table.index)))
 
 
 def mechanics(frame: pd.DataFrame, arms: Sequence[str]) -> pd.DataFrame:
@@ -371,7 +429,7 @@ def _cell(column: object, x: object) -> str:
     if not isinstance(x, int | float) or pd.isna(x):
         return "–" if pd.isna(x) else str(x)  # type: ignore[call-overload]
     name = str(column)
-    if name in (*CATEGORIES, "average", "score"):
+    if name in (*CATEGORIES, *analyses.RULER_KINDS.values(), "average", "score"):
         return f"{x:.1f}"
     if name == "here" or " (" in name:  # beside the papers' averages, which have two digits
         return f"{x:.2f}"
@@ -396,6 +454,16 @@ def _difference(row: pd.Series) -> str:
     form = {"heads": ".0%", "correlation": "+.2f"}.get(row["metric"]) or f"+.{_digits(row)}f"
     diff, low, high = (format(row[name] + 0.0, form).replace("-", "−") for name in ("diff", "low", "high"))
     return diff if pd.isna(row["low"]) else f"{diff} [{low}, {high}]"
+
+
+def _mean(row: pd.Series) -> str:
+    digits = plots.METRICS[row["metric"]].digits
+    mean, low, high = (f"{row[name] + 0.0:.{digits}f}".replace("-", "−") for name in ("mean", "low", "high"))
+    return mean if pd.isna(row["low"]) else f"{mean} [{low}, {high}]"
+
+
+def _unit(metric: str) -> str:
+    return f"{_name(metric)}, {plots.METRICS[metric].unit}"
 
 
 def _detectable(row: pd.Series) -> str:

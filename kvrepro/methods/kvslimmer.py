@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..attention import at_least_float32
+from ..attention import at_least_float32, query_block
 from ..entries import Entries
 from .base import register, setting
 from .pairs import CLAMP, ChunkMerger, Pairs
@@ -93,29 +93,50 @@ class KVSlimmer(ChunkMerger):
 def curvatures(pairs: Pairs, exact: bool, leave_out: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Σ over the queries of ‖c11‖, ‖c12‖ (0 unless ``exact``), ‖c22‖, and which pairs no query gives mass to: [K] each.
 
+    Of a pair that has no columns of its own (composite) nothing is computed: 0.
+
     ``leave_out``: a (query head, query) past the turning point is left out of a pair's sums, and counted.
     """
-    slots, observed, first = pairs.slots, pairs.observed, pairs.first
+    observed, columns = pairs.observed, pairs.slots.column
     assert observed.probabilities is not None and observed.output is not None
-    c1, c2 = slots.column[first], slots.column[first + 1]
-    probabilities = observed.probabilities[pairs.head]
-    p1, p2 = probabilities[:, c1], probabilities[:, c2]  # [G·q, K]
+    single = (~pairs.composite).nonzero()[:, 0]  # the others have no column of their own
+    first, count = pairs.first[single], len(single)
+    chosen = torch.cat([columns[first], columns[first + 1]])  # [2K]
+    values = at_least_float32(pairs.entries.values[pairs.head][chosen])
+    probabilities, output = (
+        observed.probabilities[pairs.head],
+        observed.output[pairs.head],
+    )  # [G·q, n], o [G·q, D]
+    apart = (values[:count] - values[count:]).square().sum(1)
+    # ‖v - o‖² = [o, ‖o‖², 1]·[-2v, 1, ‖v‖²]: one product, taken for a block of queries at a time
+    centers = torch.cat([output, output.square().sum(1, keepdim=True), torch.ones_like(output[:, :1])], 1)
+    members = torch.cat(
+        [-2 * values, torch.ones_like(values[:, :1]), values.square().sum(1, keepdim=True)], 1
+    ).T
+    slot, pair = output.new_zeros(2 * count), output.new_zeros(2, count)
+    left_out, block = 0, query_block(4 * max(count, 1), output.device)
+    for o, p in zip(centers.split(block), probabilities.split(block), strict=True):
+        away = (o @ members).clamp_min_(0)  # [q, 2K]
+        p = p.index_select(1, chosen)
+        p1, p2 = p[:, :count], p[:, count:]
+        both = p1 + p2
+        if (
+            leave_out and count and both.max() >= TURNING_POINT
+        ):  # seldom, and a mask costs as much as all the rest
+            past = both >= TURNING_POINT
+            left_out += int(past.sum())
+            for x in (p1, p2, both):
+                x.masked_fill_(past, 0)
+        pair[1] += both.sum(0)
+        if exact:  # ‖a + b‖² = 2‖a‖² + 2‖b‖² - ‖a - b‖² with a = v1 - o and b = v2 - o
+            cross = (away[:, :count] + away[:, count:]).mul_(2).sub_(apart).clamp_min_(0).sqrt_()
+            pair[0] += cross.mul_(p1).mul_(p2).sum(0)
+        slot += torch.addcmul(p, p, p, value=-2).abs_().mul_(away.sqrt_()).sum(0)
     if leave_out:
-        past = p1 + p2 >= TURNING_POINT
-        pairs.counts["left_out"] += int((past & ~pairs.composite).sum())
-        p1, p2 = p1.masked_fill(past, 0), p2.masked_fill(past, 0)
-
-    output = observed.output[pairs.head]  # o [G·q, D]
-    values = pairs.entries.values[pairs.head]
-    v1, v2 = at_least_float32(values[c1]), at_least_float32(values[c2])  # [K, D]
-    ov1, ov2, oo = output @ v1.T, output @ v2.T, output.square().sum(1, keepdim=True)
-    h11 = (p1 * (1 - 2 * p1).abs() * _distance(v1.square().sum(1) - 2 * ov1 + oo)).sum(0)
-    h22 = (p2 * (1 - 2 * p2).abs() * _distance(v2.square().sum(1) - 2 * ov2 + oo)).sum(0)
-    h12 = torch.zeros_like(h11)
-    if exact:
-        both = (v1 + v2).square().sum(1) - 4 * (ov1 + ov2) + 4 * oo
-        h12 = (p1 * p2 * _distance(both)).sum(0)
-    return h11, h12, h22, (p1 + p2).sum(0) == 0
+        pairs.counts["left_out"] += left_out
+    sums = output.new_zeros(4, len(pairs.first))
+    sums[:, single] = torch.stack([slot[:count], pair[0], slot[count:], pair[1]])
+    return sums[0], sums[1], sums[2], sums[3] == 0
 
 
 def guarded(pairs: Pairs, h11: Tensor, h12: Tensor, h22: Tensor, no_mass: Tensor) -> Tensor:
@@ -152,8 +173,3 @@ def unguarded(pairs: Pairs, h11: Tensor, h12: Tensor, h22: Tensor) -> Tensor:
 def _count(counts: Counter[str], reasons: dict[str, Tensor]) -> None:
     for reason, affected in reasons.items():
         counts[reason] += int(affected.sum())
-
-
-def _distance(square: Tensor) -> Tensor:
-    """Root of a squared distance computed by expansion, which rounding can push below zero."""
-    return square.clamp_min(0).sqrt()

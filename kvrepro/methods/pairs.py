@@ -268,16 +268,17 @@ class PairMerger(Method):
 
         keep = torch.ones(len(mass), dtype=torch.bool, device=mass.device)
         keep[second] = False
+        left = keep.nonzero()[:, 0]
         return Slots(
-            keys=keys[keep],
-            values=values[keep],
-            positions=positions[keep],
-            mass=mass[keep],
-            rho=rho[keep],
-            attention=attention[keep],
-            column=slots.column[keep],
-            composite=composite[keep],
-            state={name: tensor[keep] for name, tensor in state.items()},
+            keys=keys[left],
+            values=values[left],
+            positions=positions[left],
+            mass=mass[left],
+            rho=rho[left],
+            attention=attention[left],
+            column=slots.column[left],
+            composite=composite[left],
+            state={name: tensor[left] for name, tensor in state.items()},
         )
 
     def _value_weights(self, weight: Tensor, share: Tensor, l1: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:

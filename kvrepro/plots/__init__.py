@@ -7,10 +7,12 @@ result: means, intervals and differences come from :mod:`kvrepro.stats` and :mod
 ``kvrepro figures DIR`` redraws everything from stored results.
 """
 
+from .agreement import agreement, beside_published
 from .canvas import Figure, save
 from .inside import adjacent_similarity, cardinality, entries_map, sag
 from .looks import LOOKS, METRICS, Look, Metric, look
-from .outcomes import across, categories, intervals, main_scores
+from .outcomes import across, categories, datasets, intervals, main_scores
+from .sweep import lasting, sweep
 from .theory import angle_relation, merged_alphas, ranks, rule_weights, similarity_spectrum, spectra
 
 __all__ = [
@@ -21,11 +23,15 @@ __all__ = [
     "Metric",
     "across",
     "adjacent_similarity",
+    "agreement",
     "angle_relation",
+    "beside_published",
     "cardinality",
     "categories",
+    "datasets",
     "entries_map",
     "intervals",
+    "lasting",
     "look",
     "main_scores",
     "merged_alphas",
@@ -35,4 +41,5 @@ __all__ = [
     "save",
     "similarity_spectrum",
     "spectra",
+    "sweep",
 ]

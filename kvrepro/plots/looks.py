@@ -22,7 +22,7 @@ LOOKS = {
     "streaming-llm": Look("#999933", "p", "StreamingLLM"),
     "h2o": Look("#882255", "H", "H2O"),
     "snapkv": Look("#E69F00", "s", "SnapKV"),
-    "pyramidkv": Look("#A6761D", "^", "PyramidKV"),
+    "pyramidkv": Look("#85500A", "^", "PyramidKV"),
     "vatp": Look("#661100", "v", "VATP"),
     "look-m": Look("#C2387E", "<", "LOOK-M"),
     "weightedkv": Look("#6F63BB", ">", "WeightedKV"),
@@ -60,6 +60,9 @@ LOOKS = {
     "kvslimmer-released": Look("#EA9CC6", "P", "KVSlimmer, released code"),
 }
 
+# Arms of bifocal that are nothing of its own: the votes of some queries, as other methods take them.
+SELECTORS = ("window", "whole", "sampled", "mixed")
+
 
 class Metric(NamedTuple):
     """How a metric is named, its unit, the digits it is printed with, and which way is better."""
@@ -83,6 +86,8 @@ METRICS = {
 def look(arm: str) -> Look:
     """Return an arm's colour, marker and label: its method's where it has none, grey for a method that is not ours."""
     method, _, part = arm.partition("/")
+    if method == "bifocal" and part.partition("-")[0] in SELECTORS:
+        return Look("#555555", "o", f"Selector: {part.replace('-', ' ')}")
     if part and arm not in LOOKS and method in LOOKS:
         return LOOKS[method]._replace(label=f"{LOOKS[method].label}: {part.replace('-', ' ')}")
     return LOOKS.get(arm, Look("#555555", "o", arm))

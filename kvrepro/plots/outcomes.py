@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -73,7 +74,43 @@ def categories(records: pd.DataFrame, metric: str = "kl", *, title: str | None =
         raise UserError(
             "the heat map needs one retention an arm; it got several; filter the records by retain first"
         )
-    label, unit, digits, better = METRICS[metric]
+    label = METRICS[metric].label
+    title = title or f"Where is the loss? {label[0].upper()}{label[1:]}, by category"
+    figure, axis = _heat(table, metric, title)
+    axis.set_xticklabels(list(table.columns), rotation=20, ha="right", rotation_mode="anchor")
+    axis.axvline(table.shape[1] - 1, color="black", lw=1.5)  # the average stands apart
+    figure.data = table.reset_index()
+    return figure
+
+
+@styled
+def datasets(table: pd.DataFrame, metric: str = "kl", *, title: str) -> Figure:
+    """Heat map of one metric, arms x datasets, read as :func:`categories`; a line parts the categories.
+
+    Parameters
+    ----------
+    table
+        From :func:`kvrepro.analyses.by_dataset`: a row ``(category, dataset, n)``, a column an arm.
+    metric
+        The metric it is of.
+    title
+        The figure's title.
+    """
+    wide = table.T.rename_axis(index="arm")
+    names, groups = wide.columns, wide.columns.get_level_values("category")
+    figure, axis = _heat(wide.set_axis(names.get_level_values("dataset"), axis=1), metric, title, 0.85)
+    ticks = [f"{dataset}\n{category}, n = {n}" for category, dataset, n in wide.columns.to_frame().to_numpy()]
+    axis.set_xticklabels(ticks, rotation=35, ha="right", rotation_mode="anchor")
+    for place in range(1, len(groups)):
+        if groups[place] != groups[place - 1]:
+            axis.axvline(place, color="black", lw=1.5)
+    figure.data = table.reset_index()
+    return figure
+
+
+def _heat(table: pd.DataFrame, metric: str, title: str, width: float = 1.05) -> tuple[Figure, Axes]:
+    """Arms x columns with the number in each cell, coloured by the difference from the full cache where there is one."""
+    _, unit, digits, better = METRICS[metric]
     if metric != "kl" and "full" in table.index:
         shown = table - table.loc["full"]
         reach = float(np.nanmax(np.abs(shown.to_numpy()), initial=1e-9))
@@ -89,10 +126,7 @@ def categories(records: pd.DataFrame, metric: str = "kl", *, title: str | None =
         # A square-root scale: one bad arm must not make all others look alike.
         scale = {"cmap": "Blues", "norm": PowerNorm(0.5, 0, top)}
         colors = "darker is worse" if better == "left" else "darker is better"
-    figure, axes = blank(
-        (max(7.0, 3.4 + 1.05 * table.shape[1]), 2.1 + 0.34 * len(table)),
-        title or f"Where is the loss? {label[0].upper()}{label[1:]}, by category",
-    )
+    figure, axes = blank((max(7.0, 3.4 + width * table.shape[1]), 2.1 + 0.34 * len(table)), title)
     sns.heatmap(
         shown,
         ax=axes[0],
@@ -105,11 +139,8 @@ def categories(records: pd.DataFrame, metric: str = "kl", *, title: str | None =
     )
     axes[0].set(xlabel="", ylabel="")
     axes[0].set_yticklabels([look(arm).label for arm in table.index], rotation=0)
-    axes[0].set_xticklabels(list(table.columns), rotation=20, ha="right", rotation_mode="anchor")
     subtitle(axes[0], f"number: {unit}; {colors}")
-    axes[0].axvline(table.shape[1] - 1, color="black", lw=1.5)  # the average stands apart
-    figure.data = table.reset_index()
-    return figure
+    return figure, axes[0]
 
 
 @styled
@@ -169,31 +200,42 @@ def intervals(
 
 
 @styled
-def across(table: pd.DataFrame, metric: str = "kl", *, title: str | None = None) -> Figure:
-    """Arms x models: does an order that holds on one model hold on another?
+def across(means: pd.DataFrame, metric: str = "kl", *, title: str | None = None) -> Figure:
+    """Arms x models, with intervals: does an order that holds on one model hold on another?
 
     Parameters
     ----------
-    table
-        From :func:`kvrepro.analyses.across`: a row an arm, a column a model.
+    means
+        From :func:`kvrepro.analyses.models`: ``model, arm, mean, low, high, n``.
     metric
-        A key of ``METRICS``.
+        The metric they are of, a key of ``METRICS``.
     title
         The figure's title.
     """
     label, unit, _, better = METRICS[metric]
-    table = table.loc[table.drop(index="full", errors="ignore").index]
+    means = means[means["arm"] != "full"]
+    arms, models = in_order(means["arm"], ARMS), list(means["model"].unique())
     figure, axes = blank(
-        (8.5, 1.9 + 0.32 * len(table)), title or f"{label[0].upper()}{label[1:]}, by method and model"
+        (8.5, 1.9 + (0.16 + 0.12 * len(models)) * len(arms)),
+        title or f"{label[0].upper()}{label[1:]}, by method and model",
     )
     axis = axes[0]
     shapes = (("o", "#222222"), ("s", "white"), ("^", "#9A9A9A"), ("D", "#555555"), ("v", "white"))
-    for (marker, fill), model in zip(shapes, table.columns):
-        axis.plot(table[model], range(len(table)), marker, mfc=fill, mec="#222222", ms=7, label=model, ls="")
-    arm_axis(axis, list(table.index))
-    for tick, arm in zip(axis.get_yticklabels(), table.index):
-        tick.set_color(look(str(arm)).color)
+    for i, ((marker, fill), model) in enumerate(zip(shapes, models)):
+        rows = means[means["model"] == model].set_index("arm").reindex(arms)
+        # one below the other: none covers another
+        y = np.arange(len(arms)) + 0.22 * (i - (len(models) - 1) / 2)
+        axis.hlines(y, rows["low"], rows["high"], color="#777777", lw=1.2)
+        named = f"{model}, {count(means.loc[means['model'] == model, 'n'])}"
+        axis.plot(rows["mean"], y, marker, mfc=fill, mec="#222222", ms=6, label=named, ls="", zorder=3)
+    arm_axis(axis, arms)
+    for tick, arm in zip(axis.get_yticklabels(), arms):
+        tick.set_color(look(arm).color)
+    for place in range(1, len(arms)):
+        axis.axhline(place - 0.5, color="#DDDDDD", lw=0.8, zorder=0)
+    axis.grid(axis="y", visible=False)
     axis.set_xlabel(f"{label} ({unit}; {better} is better)")
-    figure.legend(loc="outside lower center", ncols=len(table.columns))
-    figure.data = table.reset_index()
+    subtitle(axis, "mean over categories and its 95 % interval")
+    figure.legend(loc="outside lower center", ncols=min(len(models), 2))
+    figure.data = means
     return figure

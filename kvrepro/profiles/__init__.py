@@ -67,11 +67,22 @@ def load(name: str) -> Profile:
     known = sorted(path.stem for path in FOLDER.glob("*.yaml"))
     if name not in known:
         raise UserError(f"unknown profile '{name}'; use one of {', '.join(known)}")
-    return parse(name, yaml.safe_load(path.read_text()))
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}; {' '.join(str(error).split())}; mend the file") from error
+    return parse(name, values)
+
+
+KINDS: dict[str, Any] = {
+    "context": int, "tasks": dict, "retain": list | tuple, "arms": list | tuple, "seed": int, "studies": dict
+}  # fmt: skip
 
 
 def parse(name: str, values: dict[str, Any]) -> Profile:
     """Check the content of a profile file and freeze it."""
+    if not isinstance(values, dict):
+        raise UserError(f"profile '{name}' is no mapping of keys to values; write one 'key: value' a line")
     keys = {field.name for field in fields(Profile)} - {"name"}
     needed = {field.name for field in fields(Profile) if field.default is MISSING} - {"name"}
     if unknown := set(values) - keys:
@@ -80,9 +91,19 @@ def parse(name: str, values: dict[str, Any]) -> Profile:
         )
     if lacking := needed - set(values):
         raise UserError(f"profile '{name}' lacks the key '{min(lacking)}'; add it to {name}.yaml")
-    retain = tuple(float(share) for share in values["retain"])
-    if not all(0 < share <= 1 for share in retain):
+    for key, kind in KINDS.items():
+        if not isinstance(values[key], kind):
+            raise UserError(
+                f"profile '{name}' has {key} {values[key]!r}; see another profile for how it is written"
+            )
+    if bad := [task for task, n in values["tasks"].items() if not (isinstance(n, int) and n >= 1)]:
+        raise UserError(
+            f"profile '{name}' has no number of samples for {bad[0]}; give a whole number of at least 1"
+        )
+    retain = tuple(values["retain"])
+    if not all(isinstance(share, int | float) and 0 < share <= 1 for share in retain):
         raise UserError(
             f"profile '{name}' has retain {values['retain']}; shares must be above 0 and at most 1"
         )
+    retain = tuple(map(float, retain))
     return Profile(**{**values, "name": name, "retain": retain, "arms": tuple(values["arms"])})

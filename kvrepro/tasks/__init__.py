@@ -18,21 +18,21 @@ from functools import cache
 from pathlib import Path
 
 from kvrepro.errors import UserError
-from kvrepro.tasks.base import CATEGORIES, Sample, Task
+from kvrepro.tasks.base import CATEGORIES, Count, Sample, Task
 
-__all__ = ["CATEGORIES", "Sample", "Task", "available", "duplicates", "load"]
+__all__ = ["CATEGORIES", "Count", "Sample", "Task", "available", "duplicates", "load"]
 
 HUB = "hub"  # as `data`: fetch from the hub
 
 
 @cache
 def _offline() -> dict[str, Task]:
-    from kvrepro.tasks import manifest, pydoc
+    from kvrepro.tasks import manifest, pydoc, ruler_made
 
     built = [
         Task(name, b.category, functools.partial(manifest.load, name)) for name, b in pydoc.BUILDERS.items()
     ]
-    return {task.name: task for task in built}
+    return {task.name: task for task in [*built, *ruler_made.find()]}
 
 
 def _tasks(data: str | Path | None) -> dict[str, Task]:
@@ -65,7 +65,9 @@ def available(data: str | Path | None = None) -> dict[str, str]:
     return {name: task.category for name, task in _tasks(data).items()}
 
 
-def load(task: str, limit: int, context: int = 2048, data: str | Path | None = None) -> list[Sample]:
+def load(
+    task: str, limit: int, context: int = 2048, data: str | Path | None = None, count: Count | None = None
+) -> list[Sample]:
     """The first ``limit`` samples of a task.
 
     Parameters
@@ -75,10 +77,13 @@ def load(task: str, limit: int, context: int = 2048, data: str | Path | None = N
     limit : int
         Number of samples, at least 1. Sample i does not depend on it. A benchmark may have fewer.
     context : int, default 2048
-        Longest prompt in tokens, 1024 to 8192 for the offline tasks. A benchmark's rows are as long as they are;
-        `prompts.encode` cuts the middle out of those that are too long and says so.
+        Longest prompt in tokens, 1024 to 8192 for the offline tasks; 4096 to 131072 for ``ruler-made/``, whose answer
+        it has room for, too. A benchmark's rows are as long as they are; `prompts.encode` cuts the middle out of those
+        that are too long and says so.
     data : str or Path, optional
         Folder with a benchmark's rows, or ``"hub"``; default: the environment variable ``KVREPRO_LONGBENCH``.
+    count : callable, optional
+        Tokens of a text, by the model's own tokenizer: what ``ruler-made/`` tasks are measured with. No other needs it.
 
     Returns
     -------
@@ -87,8 +92,8 @@ def load(task: str, limit: int, context: int = 2048, data: str | Path | None = N
     Raises
     ------
     UserError
-        For an unknown task, a limit below 1, a context out of range, packages whose text is not the recorded one, a
-        malformed row, or a file that cannot be read or fetched.
+        For an unknown task, a limit below 1, a context out of range, a tokenizer that is needed and not given, packages
+        whose text is not the recorded one, a malformed row, or a file that cannot be read or fetched.
     """
     known = _tasks(data)
     if task not in known:
@@ -98,7 +103,8 @@ def load(task: str, limit: int, context: int = 2048, data: str | Path | None = N
         )
     if limit < 1:
         raise UserError(f"limit {limit} asks for no sample; a task needs at least one; give limit 1 or more")
-    return known[task].load(limit, context)
+    found = known[task]
+    return found.load(limit, context, count) if found.counted else found.load(limit, context)
 
 
 def duplicates(samples: Sequence[Sample]) -> dict[str, str]:

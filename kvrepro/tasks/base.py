@@ -55,10 +55,17 @@ class Sample:
         return hashlib.sha256(repr((self.prompt, self.prefix, self.answers)).encode()).hexdigest()[:16]
 
 
+Count = Callable[[str], int]  # tokens of a text
+
+
 @dataclass(frozen=True)
 class Task:
-    """A named source of samples: ``load(limit, context)`` gives the first ``limit`` of them, always the same."""
+    """A named source of samples: ``load(limit, context)`` gives the first ``limit`` of them, always the same.
+
+    One that is ``counted`` is as long as a model's own tokenizer says: ``load(limit, context, count)``.
+    """
 
     name: str
     category: str
-    load: Callable[[int, int], list[Sample]]
+    load: Callable[..., list[Sample]]
+    counted: bool = False

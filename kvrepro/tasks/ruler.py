@@ -44,15 +44,22 @@ def _load(task: str, family: str, path: Path, limit: int, context: int) -> list[
 
 
 def _sample(task: str, family: str, row: rows.Row) -> Sample:
+    prefix = row.text("answer_prefix", empty=True) if "answer_prefix" in row.values else ""
+    name = f"{task}/{row.number('index')}"
+    return sample(name, task, family, row.text("input"), row.texts("outputs"), prefix)
+
+
+def sample(name: str, task: str, family: str, prompt: str, outputs: Sequence[str], prefix: str) -> Sample:
+    """A sample named ``name``, ready-made or not, with the metric and longest answer of its family."""
     return Sample(
-        id=f"{task}/{row.number('index')}",
+        id=name,
         task=task,
         category="synthetic",
-        prompt=row.text("input"),
-        answers=row.texts("outputs"),
+        prompt=prompt,
+        answers=tuple(outputs),
         metric="contains" if family == "qa" else "needle",
         max_new_tokens=MAX_NEW_TOKENS[family],
         chat=True,
         first_line=False,
-        prefix=row.text("answer_prefix", empty=True) if "answer_prefix" in row.values else "",
+        prefix=prefix,
     )
