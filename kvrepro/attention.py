@@ -7,12 +7,17 @@ KV heads are never repeated.  Statistics of a whole prompt are always taken in b
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import pad
 
 from .entries import Entries
 from .rope import Rope
@@ -22,6 +27,12 @@ QUERY_BLOCK = 256  # queries a block of whole-prompt statistics, at most: [H, 25
 BLOCK_FLOATS = {"cpu": 2**21, "cuda": 2**26}  # what stays in a CPU's cache; what fills a GPU
 PART = (
     1024  # entries a part of a split attention holds at least: below, merging costs more than an idle thread
+)
+ALIGNED = 16  # CUDA's kernel reads a bias from multiples of 8 entries on
+CHANNELS = 8  # that carry a bias among the keys' own: flash kernels want a multiple of 8
+FLOOR = -1e4  # stands for -inf there, where 0 · inf would be nan: e^-10000 is 0, and float16 can hold it
+ON_CUDA = (
+    "masked"  # of ``BIASED``; not measured on a GPU yet: `kvrepro bench kernels --device cuda` compares them
 )
 
 
@@ -72,6 +83,9 @@ def attend(
     folded = fold(query, kv_heads)
     if length == 1 and softcap is None and _decodes_on_cpu(query, keys, values):
         return attend_one(folded, keys, values, bias, scaling).reshape(batch, heads, 1, values.shape[-1])
+    if length == 1 and softcap is None and bias is not None and query.device.type != "cpu":
+        kernel = BIASED["masked" if _learns(query, keys, values) else ON_CUDA]
+        return kernel(folded, keys, values, bias, scaling).reshape(batch, heads, 1, values.shape[-1])
     mask = None if bias is None else bias[:, :, None, :]  # [B, Hkv | 1, 1, n]
     if length > 1:  # causality among the new tokens; earlier entries are seen by all
         causal = causal_tail(length, n, folded.device, torch.promote_types(query.dtype, torch.float32))
@@ -90,8 +104,12 @@ def attend(
 
 def _decodes_on_cpu(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether the CPU's flash kernel fits and nobody asks for gradients: none flow through its logsumexp."""
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))
-    return query.device.type == "cpu" and keys.shape[-1] == values.shape[-1] and not wanted
+    fits = query.device.type == "cpu" and keys.shape[-1] == values.shape[-1]
+    return fits and not _learns(query, keys, values)
+
+
+def _learns(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def attend_one(
@@ -137,10 +155,18 @@ def parts_for(heads: int, n: int) -> int:
 
 
 def _attend_in_parts(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float, parts: int
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    scaling: float,
+    parts: int,
+    aligned: int = 1,
 ) -> Tensor:
+    """``parts`` parts of a multiple of ``aligned`` entries, and one more of what is left."""
     kv_heads, n = keys.shape[1], keys.shape[2]
-    size = n // parts
+    size = n // parts // aligned * aligned
+    kernel = _flash_on_cpu if query.device.type == "cpu" else _efficient_on_cuda
     folded = query.flatten(0, 1)[:, None]  # [B·Hkv, 1, G, D]
 
     def attended(at: slice, count: int) -> tuple[Tensor, Tensor]:
@@ -152,18 +178,131 @@ def _attend_in_parts(
         empty = None if mask is None else mask.amax(-1, keepdim=True) == -torch.inf
         if mask is not None:
             mask = mask.expand(-1, kv_heads, -1, -1, -1).flatten(0, 1)
-        out, lse = _flash_on_cpu(folded.expand(-1, count, -1, -1), k, v, False, scaling, mask)
+        out, lse = kernel(folded.expand(-1, count, -1, -1), k, v, False, scaling, mask)
         lse = lse[..., None]
-        if empty is not None:  # the kernel says 0 where nothing was attended to
-            lowest = torch.finfo(lse.dtype).min
-            lse = lse.masked_fill(empty.expand(-1, kv_heads, -1, -1, -1).flatten(0, 1), lowest)
+        if empty is not None:  # what a kernel says of nothing is its own affair
+            empty = empty.expand(-1, kv_heads, -1, -1, -1).flatten(0, 1)
+            lse = lse.masked_fill(empty, torch.finfo(lse.dtype).min)
+            out = out.masked_fill(empty, 0)
         return out, lse
 
     out, lse = attended(slice(0, parts * size), parts)
     if n > parts * size:
         last = attended(slice(parts * size, n), 1)
         out, lse = torch.cat([out, last[0]], 1), torch.cat([lse, last[1]], 1)
-    return (out * torch.softmax(lse, 1)).sum(1).to(query.dtype).view_as(query)
+    return (out * torch.softmax(lse, 1)).sum(1).to(query.dtype).reshape(query.shape)
+
+
+# One new token over entries with a bias, on a GPU -----------------------------------------------------------------
+# All take the folded query [B, Hkv, G, D], keys and values [B, Hkv, n, D] and a bias [B, Hkv or 1, n], and return
+# [B, Hkv, G, D].  They run on the CPU, too, where tests hold them against a loop.
+
+
+def attend_masked(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """The bias as SDPA's mask, whose kernels want it in the query's dtype: 2^-9 of it is lost in bfloat16.
+
+    Flash kernels take no mask.  What does either gives a multiprocessor whole heads, so that 8 KV heads leave the most
+    of a GPU idle (the memory-efficient kernel), or plans anew for every length (cuDNN's).
+    """
+    mask = bias[:, :, None].to(query.dtype)
+    return torch.nn.functional.scaled_dot_product_attention(query, keys, values, mask, scale=scaling)
+
+
+def attend_in_parts(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float, parts: int | None = None
+) -> Tensor:
+    """The same on the memory-efficient kernel, split as :func:`attend_one` splits: all multiprocessors work."""
+    n = keys.shape[2]
+    parts = parts_on_cuda(keys.shape[0] * keys.shape[1], n, query.device) if parts is None else parts
+    if parts == 1 or query.dtype == torch.float64 or query.shape[-1] % 8:  # or no kernel but the plain one
+        return attend_masked(query, keys, values, bias, scaling)
+    bias = pad(bias.to(query.dtype), (0, -n % ALIGNED))[..., :n]
+    return _attend_in_parts(query, keys, values, bias, scaling, parts, ALIGNED)
+
+
+def parts_on_cuda(heads: int, n: int, device: torch.device) -> int:
+    """Parts that give every multiprocessor (on a CPU: thread) about two of them; fewer where they would be short."""
+    if device.type == "cpu":
+        processors = torch.get_num_threads()
+    else:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(-(-2 * processors // heads), n // (PART // 4)))
+
+
+def attend_flex(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """Flex attention, which adds the bias in the dtype it has and splits by itself.
+
+    Compiled on a GPU, once for every batch and not for every length; the group is the query's length, so no grouping
+    of heads is asked for.
+    """
+    bias = bias.expand(-1, keys.shape[1], -1)
+    if query.device.type == "cpu":
+        with warnings.catch_warnings(action="ignore"):  # that this is slow
+            return _flexed(query, keys, values, bias, scaling)
+    mark_for_flex(query, keys, values, bias)
+    return _compiled_flex()(query, keys, values, bias, scaling)
+
+
+def mark_for_flex(query: Tensor, *growing: Tensor) -> None:
+    """Say which sizes change from call to call: the entries; batch and heads the decoding kernel wants to know."""
+    torch._dynamo.mark_static(query)
+    for tensor in growing:  # [B, Hkv, n, ...]
+        torch._dynamo.mark_static(tensor, [0, 1])
+        torch._dynamo.maybe_mark_dynamic(tensor, 2)
+
+
+def _flexed(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    def biased(score: Tensor, row: Tensor, head: Tensor, new: Tensor, entry: Tensor) -> Tensor:
+        return score + bias[row, head, entry]
+
+    out = flex_attention(query, keys, values, score_mod=biased, scale=scaling)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(_flexed)
+
+
+BIASED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]] = {
+    "masked": attend_masked,
+    "parts": attend_in_parts,
+    "flex": attend_flex,
+}
+
+
+def with_channels(keys: Tensor, values: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, Hkv, n, D + 8] that carry the bias, for :func:`attend_channels`.
+
+    A copy of both, so this pays only where a cache stores its entries so (a sixteenth more at D = 128; the values are
+    as wide as the keys because flash kernels want that).  The bias is held in two parts, which keeps 2^-17 of it in
+    bfloat16, the larger one twice.
+    """
+    d = keys.shape[-1]
+    keys, values = (pad(x, (0, CHANNELS)) for x in (keys, values))
+    bias = bias.clamp(min=FLOOR)
+    high = bias.to(keys.dtype)
+    for channel, part in enumerate((high, bias - high, high)):
+        keys[..., d + channel] = part
+    return keys, values
+
+
+def attend_channels(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Attention with a bias on a flash kernel, which takes none: q·k + bias/scaling is a longer product.
+
+    query [B, Hkv, G, D], keys and values of :func:`with_channels` -> [B, Hkv, G, D].  1/scaling stands in two parts, too,
+    and the product of the two smaller ones is left out: all in all 2^-16 of the bias.
+    """
+    d = query.shape[-1]
+    inverse = torch.tensor(1 / scaling, dtype=torch.float64)
+    high = inverse.to(query.dtype)
+    query = pad(query, (0, CHANNELS))
+    for channel, part in enumerate((high, high, inverse - high)):
+        query[..., d + channel] = part.item()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=scaling)
+    return out[..., :d]
 
 
 def causal_tail(length: int, n: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -178,8 +317,8 @@ def attend_causal(
     """Causal attention of a whole prompt with its logsumexp, from one kernel; None where no such kernel fits.
 
     query [B, H, n, D], keys, values [B, Hkv, n, D] -> output [B, H, n, D] (``torch.equal`` to SDPA's) and
-    logsumexp [B, H, n].  The operators are private to torch: here and in ``_flash_on_cpu`` are the only places that
-    name them.
+    logsumexp [B, H, n].  The operators are private to torch: here, in ``_flash_on_cpu`` and in ``_efficient_on_cuda``
+    are the only places that name them.
     """
     if keys.shape[-1] != values.shape[-1]:
         return None
@@ -207,6 +346,18 @@ def _flash_on_cpu(
         query, keys, values, 0.0, causal, attn_mask=mask, scale=scaling
     )
     return out, lse
+
+
+def _efficient_on_cuda(
+    query: Tensor, keys: Tensor, values: Tensor, causal: bool, scaling: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same from the kernel that takes a mask; its logsumexp comes in blocks of 32 queries."""
+    length = query.shape[2]
+    mask = None if mask is None else mask.expand(-1, -1, length, -1)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, keys, values, mask, True, 0.0, causal, scale=scaling
+    )
+    return out, lse[..., :length]
 
 
 @dataclass

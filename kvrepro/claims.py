@@ -390,9 +390,14 @@ class Runs:
             "--study": test.study,
             "--model": None if model == runner.DEFAULT_MODEL else model,
             "--device": None if self.device == "cpu" else self.device,
-            "--data": "DIR" if any("/" in task for task in profiles.load(self.profile).tasks) else None,
+            "--data": "DIR" if any(map(_of_rows, profiles.load(self.profile).tasks)) else None,
         }
         return "kvrepro run " + " ".join(f"{key} {value}" for key, value in options.items() if value)
+
+
+def _of_rows(task: str) -> bool:
+    """Whether a task is not built offline."""
+    return task.startswith(("longbench", "ruler/"))
 
 
 def _cases(test: Comparison, runs: Runs, **boot: int) -> pd.DataFrame:

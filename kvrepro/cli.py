@@ -252,9 +252,19 @@ def bench_prefill(given: argparse.Namespace) -> None:
 
     found = prefill.run(
         given.model, contexts=given.context, methods=_names(given.methods) or prefill.METHODS, retain=given.retain,
-        repeats=given.repeats, device=given.device, dtype=given.dtype,
+        repeats=given.repeats, memory_repeats=given.memory_repeats, device=given.device, dtype=given.dtype,
     )  # fmt: skip
     _give(found, given.json, prefill.text(found))
+
+
+def bench_slimmer(given: argparse.Namespace) -> None:
+    from .measure import slimmer
+
+    found = slimmer.run(
+        given.model, context=given.context, chunks=given.chunk, budget=given.budget, repeats=given.repeats,
+        device=given.device, dtype=given.dtype,
+    )  # fmt: skip
+    _give(found, given.json, slimmer.text(found))
 
 
 def bench_decode(given: argparse.Namespace) -> None:
@@ -265,6 +275,16 @@ def bench_decode(given: argparse.Namespace) -> None:
         device=given.device, dtype=given.dtype,
     )  # fmt: skip
     _give(found, given.json, decode.text(found))
+
+
+def bench_kernels(given: argparse.Namespace) -> None:
+    from .measure import kernels
+
+    found = kernels.run(
+        given.shape, contexts=given.context, batches=given.batch, retain=given.retain, repeats=given.repeats,
+        device=given.device, dtype=given.dtype,
+    )  # fmt: skip
+    _give(found, given.json, kernels.text(found))
 
 
 # Parsing
@@ -310,7 +330,9 @@ def _parser() -> argparse.ArgumentParser:
         "--data",
         help="folder with LongBench or RULER rows (JSONL), or hub; makes tasks such as longbench/qasper known",
     )
-    sub.add_argument("--out", help="results folder (default: results/PROFILE[-STUDY][-CONTEXT][-MODEL][-cuda])")
+    sub.add_argument(
+        "--out", help="results folder (default: results/PROFILE[-STUDY][-CONTEXT][-MODEL][-cuda])"
+    )
     sub.add_argument(
         "--no-gate", action="store_true", help="go on where the full cache scores far below what is published"
     )
@@ -408,33 +430,76 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--context", type=int, default=2048)
     sub.add_argument("--repeats", type=_positive, default=3)
     _json_to(sub)
-    sub = bench.add_parser("prefill", help="time of prefill and compression against the plain prefill")
+    sub = bench.add_parser(
+        "prefill", help="time and memory of prefill and compression against the plain prefill"
+    )
     sub.set_defaults(command=bench_prefill)
     _model(sub)
+    _shape(sub)
     sub.add_argument(
         "--context", type=_positive, nargs="+", default=[4096], help="tokens of the prompt (default: 4096)"
     )
     sub.add_argument("--methods", help="arms, comma separated (default: selkv,snapkv,pyramidkv,h2o,bifocal)")
     sub.add_argument("--retain", type=float, default=0.25, help="share of entries to keep (default: 0.25)")
     sub.add_argument("--repeats", type=_positive, default=5, help="of each arm, interleaved (default: 5)")
+    sub.add_argument(
+        "--memory-repeats",
+        type=_positive,
+        default=2,
+        help="processes that measure memory, of each arm (default: 2)",
+    )
+    _json_to(sub)
+    sub = bench.add_parser("slimmer", help="latency, memory and KL of KVSlimmer against AsymKV")
+    sub.set_defaults(command=bench_slimmer)
+    _model(sub)
+    _shape(sub)
+    sub.add_argument("--context", type=_positive, default=4096, help="tokens of the prompt (default: 4096)")
+    sub.add_argument(
+        "--chunk", type=_positive, nargs="+", default=[512], help="tokens a chunk, one or more (default: 512)"
+    )
+    sub.add_argument(
+        "--budget", type=_positive, default=1056, help="entries to hold, 32 sinks among them (default: 1056)"
+    )
+    sub.add_argument(
+        "--repeats", type=_positive, default=3, help="processes a cell, interleaved (default: 3)"
+    )
     _json_to(sub)
     sub = bench.add_parser(
-        "decode", help="time a decoded token by part, bytes and peak memory, over context, batch and retention"
+        "decode",
+        help="time a decoded token by part, bytes and peak memory, over context, batch and retention",
     )
     sub.set_defaults(command=bench_decode)
     _model(sub)
+    _shape(sub)
     sub.add_argument(
         "--context", type=_positive, nargs="+", default=[1000, 10_000, 100_000],
         help="tokens seen before (default: 1000 10000 100000)",
     )  # fmt: skip
     sub.add_argument(
-        "--batch", type=_positive, nargs="+", default=[1, 4, 8], help="rows that decode together (default: 1 4 8)"
+        "--batch",
+        type=_positive,
+        nargs="+",
+        default=[1, 4, 8],
+        help="rows that decode together (default: 1 4 8)",
     )
     sub.add_argument(
         "--retain", type=_share, nargs="+", default=[0.5, 0.25, 0.1],
         help="shares of entries to keep (default: 0.5 0.25 0.1)",
     )  # fmt: skip
     sub.add_argument("--repeats", type=_positive, default=3, help="of each arm, interleaved (default: 3)")
+    _json_to(sub)
+    sub = bench.add_parser("kernels", help="time the kernels that read entries with a bias, on one layer")
+    sub.set_defaults(command=bench_kernels)
+    sub.add_argument("--shape", default="llama-3.1-8b", help="a paper's model (default: llama-3.1-8b)")
+    sub.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    sub.add_argument("--dtype", help="float32, bfloat16 or float16 (default: bfloat16)")
+    sub.add_argument(
+        "--context", type=_positive, nargs="+", default=[1024, 8192, 32768, 131072],
+        help="tokens seen before (default: 1024 8192 32768 131072)",
+    )  # fmt: skip
+    sub.add_argument("--batch", type=_positive, nargs="+", default=[1, 8], help="rows (default: 1 8)")
+    sub.add_argument("--retain", type=_share, default=0.25, help="share of entries to keep (default: 0.25)")
+    sub.add_argument("--repeats", type=_positive, default=3, help="of each kernel, interleaved (default: 3)")
     _json_to(sub)
     return parser
 
@@ -445,6 +510,13 @@ def _model(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     sub.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the model's)")
+
+
+def _shape(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--shape", dest="model", type=lambda name: f"shape:{name}", metavar="NAME",
+        help="instead of --model: a paper's model with random weights, nothing to fetch (llama-3.1-8b, ...)",
+    )  # fmt: skip
 
 
 def _json(sub: argparse.ArgumentParser) -> None:

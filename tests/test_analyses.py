@@ -133,17 +133,19 @@ def test_benchmarks_are_averaged_apart() -> None:
     frame = pd.concat(
         [
             named("longbench/", {"lcc": 2, "qmsum": 1}, kl), named("longbench-e/", {"lcc": 3}, kl),
-            named("", {"longbench-v2": 2, "pydoc-code": 2}, kl),
+            named("", {"longbench-v2": 2, "pydoc-code": 2}, kl), named("ruler-made/", {"vt": 2, "niah_single_1": 2}, kl),
             named("ruler/", {"4096_vt": 2, "8192_vt": 2, "4096_niah_single_1": 2, "4096_cwe": 2, "4096_qa_1": 2}, kl),
         ]
     )  # fmt: skip
     parts = analyses.benchmarks(frame)
     assert list(parts) == [
-        "LongBench-E", "LongBench", "LongBench-v2", "RULER, 4096 tokens", "RULER, 8192 tokens", "offline tasks"
+        "LongBench-E", "LongBench", "LongBench-v2", "RULER, 4096 tokens", "RULER, 8192 tokens", "RULER, made here",
+        "offline tasks",
     ]  # fmt: skip
     assert sum(map(len, parts.values())) == len(frame)
     assert set(parts["LongBench-E"]["task"]) == {"longbench-e/lcc"}
     assert set(parts["RULER, 4096 tokens"]["category"]) == {"needles", "tracking", "counting", "questions"}
+    assert set(parts["RULER, made here"]["category"]) == {"needles", "tracking"}
     assert set(parts["LongBench"]["category"]) == {"code"}
     assert readings.rows({"LongBench": parts["LongBench"].assign(n_tokens=[*range(1000, 1006)])}, "none") == (
         "LongBench: 3 rows of 2 tasks, prompts of 1,000 to 1,005 tokens."

@@ -20,6 +20,7 @@ from kvrepro.attention import (
     Observed,
     attend,
     attend_causal,
+    attend_differentiable,
     attend_observed,
     attend_one,
     parts_for,
@@ -324,6 +325,29 @@ def test_a_chunk_attends_to_biased_entries_and_itself() -> None:
         assert np.abs(out[:, t : t + 1].numpy() - expected).max() < 1e-12
     assert observed.probabilities is not None and (observed.probabilities.sum(-1) - 1).abs().max() < 1e-12
     assert observed.output is not None and torch.equal(observed.output.reshape(6, 5, 8), out)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("block", [2, 256])
+def test_gradients_of_a_chunk_are_those_of_plain_attention(
+    softcap: float | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To its queries, all keys and its own values; what each entry receives is summed on the way forth."""
+    monkeypatch.setattr("kvrepro.attention.query_block", lambda width, device: block)
+    query, keys, values = (x[0].requires_grad_() for x in qkv("gqa", 5, 17))
+    bias, out_by = random(2, 17, seed=4), random(*query.shape, seed=5)
+    expected = attend(query[None], keys[None], values[None], bias[None], SCALING, softcap)[0]
+    wanted = torch.autograd.grad(expected, (query, keys, values), out_by)
+    entries = Entries(keys.detach(), values.detach(), torch.arange(17)[None], bias)
+    observed = Observed(query.detach(), SCALING, IDENTITY, softcap)
+    own = values.detach()[:, 12:].requires_grad_()
+    out = attend_differentiable(query, keys, own, entries, observed)
+    assert (out - expected).abs().max() < 1e-12 and observed.probabilities is None
+    found = torch.autograd.grad(out, (query, keys, own), out_by)
+    for ours, theirs in zip(found, (*wanted[:2], wanted[2][:, 12:]), strict=True):
+        assert (ours - theirs).abs().max() < 1e-12
+    again = Observed(query.detach(), SCALING, IDENTITY, softcap)
+    assert (observed.received(entries) - again.received(entries)).abs().max() < 1e-12
 
 
 def test_statistics_are_float32_at_least_and_shared() -> None:

@@ -29,8 +29,8 @@ from .. import results
 from ..entries import Entries, Rows
 from ..hf import IMPLEMENTATION, CompressedLayer, Row, make_cache
 from ..methods import Budget
-from ..models import load
 from ..progress import progress
+from .shaped import load
 
 STOCK = {"stock-eager": "eager", "stock-sdpa": "sdpa"}  # arm -> transformers' name of its attention
 FULL = ("full", "full-folded")
@@ -38,7 +38,7 @@ METHODS = ("selkv", "snapkv", "kvslimmer")
 AGAINST = ("full-folded", "stock-sdpa", "stock-eager")  # the same kernel; what a user has today
 
 PROBE = 256  # tokens of the real prompt that shows a method's form
-MEMORY = 0.6  # share of the machine's memory that a cell may take
+MEMORY, MEMORY_CUDA = 0.6, 0.8  # share of the machine's or the device's memory that a cell may take
 STEPS, SECONDS = (2, 12), 0.5  # steps timed a turn: as many as fit these seconds, within these limits
 SPLIT = 2  # steps of a turn whose parts are timed
 READ = 2**28  # floats that are summed to measure the bandwidth
@@ -94,6 +94,7 @@ def run(
     """
     model, _ = load(model_name, device=device, dtype=dtype)
     memory, weights = _memory(model.device), _weight_bytes(model)
+    allowed = memory * (MEMORY_CUDA if model.device.type == "cuda" else MEMORY)
     forms = {arm: form(model, arm) for arm in (*FULL, *METHODS)}
     forms |= dict.fromkeys(STOCK, forms["full"])
     cells = [
@@ -108,7 +109,7 @@ def run(
     found: dict[Cell, dict[str, list[float]]] = {}
     needed = {cell: weights + _needed(model, forms[cell.arm], cell) for turn in cells for cell in turn}
     for turn in cells:
-        fitting = [cell for cell in turn if needed[cell] <= MEMORY * memory]
+        fitting = [cell for cell in turn if needed[cell] <= allowed]
         found |= {cell: defaultdict(list) for cell in fitting}
         label = f"decoding, {turn[0].context} tokens, batch {turn[0].batch}"
         for _ in progress(range(repeats), label):
@@ -117,7 +118,7 @@ def run(
                 for name, number in _measure(model, cell, forms[cell.arm]).items():
                     found[cell][name].append(number)
     speed = statistics.median(bandwidth)
-    machine = results.versions() | {
+    machine = results.versions() | gpu_of(model.device) | {
         "device": device, "dtype": str(model.dtype).removeprefix("torch."), "model": model_name,
         "threads": torch.get_num_threads(), "memory_bytes": memory, "weight_bytes": weights,
         "bandwidth": speed, "spread": {"bandwidth": [min(bandwidth), max(bandwidth)]},
@@ -265,9 +266,7 @@ def _measure(model: Any, cell: Cell, like: Entries) -> dict[str, float]:
         held = _bytes_held(cache)
 
         def step() -> float:
-            started = _now(model.device)
-            model(ids, cache=cache)
-            return _now(model.device) - started
+            return seconds_of(model.device, lambda: model(ids, cache=cache))
 
         first = step()  # warms up, and says how many fit
         steps = min(max(STEPS[0], round(SECONDS / first)), STEPS[1])
@@ -358,15 +357,30 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def seconds_of(device: torch.device, call: Callable[[], Any]) -> float:
+    """Seconds from an idle device to an idle device; on CUDA as its own events tell."""
+    if device.type != "cuda":
+        started = _now(device)
+        call()
+        return _now(device) - started
+    torch.cuda.synchronize(device)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    call()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
+def gpu_of(device: torch.device) -> dict[str, str]:
+    """Its name, where it is one."""
+    return {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+
+
 def _bandwidth(device: torch.device) -> float:
     """Bytes a second of reading a large tensor with all threads: the median of five sums."""
     large = torch.ones(READ, device=device)
-    seconds = []
-    for _ in range(5):
-        started = _now(device)
-        large.sum()
-        seconds.append(_now(device) - started)
-    return large.nbytes / statistics.median(seconds)
+    return large.nbytes / statistics.median(seconds_of(device, large.sum) for _ in range(5))
 
 
 def _memory(device: torch.device) -> int:

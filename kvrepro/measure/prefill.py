@@ -16,10 +16,10 @@ import torch
 
 from .. import results, tasks
 from ..hf import make_cache, prefill
-from ..models import load
 from ..progress import progress
 from ..tasks.prompts import encode
 from .fresh import WARM_UP, fresh, peak, spread
+from .shaped import load
 
 METHODS = ("selkv", "snapkv", "pyramidkv", "h2o", "bifocal")
 

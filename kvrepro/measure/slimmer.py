@@ -20,10 +20,10 @@ from .. import results, tasks
 from ..errors import UserError
 from ..evaluate import NamedArm, Prefilled, _fidelity, _forced, _gold, _wait
 from ..hf import make_cache, prefill
-from ..models import load
 from ..progress import progress
 from ..tasks.prompts import asked, encode
 from .fresh import WARM_UP, fresh, peak, spread
+from .shaped import load
 
 ARMS = ("kvslimmer", "kvslimmer-released", "asymkv")
 SINKS = 32

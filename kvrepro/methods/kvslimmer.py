@@ -103,16 +103,13 @@ def curvatures(pairs: Pairs, exact: bool, leave_out: bool = True) -> tuple[Tenso
     first, count = pairs.first[single], len(single)
     chosen = torch.cat([columns[first], columns[first + 1]])  # [2K]
     values = at_least_float32(pairs.entries.values[pairs.head][chosen])
-    probabilities, output = (
-        observed.probabilities[pairs.head],
-        observed.output[pairs.head],
-    )  # [G·q, n], o [G·q, D]
+    probabilities = observed.probabilities[pairs.head]  # [G·q, n]
+    output = observed.output[pairs.head]  # o [G·q, D]
     apart = (values[:count] - values[count:]).square().sum(1)
     # ‖v - o‖² = [o, ‖o‖², 1]·[-2v, 1, ‖v‖²]: one product, taken for a block of queries at a time
-    centers = torch.cat([output, output.square().sum(1, keepdim=True), torch.ones_like(output[:, :1])], 1)
-    members = torch.cat(
-        [-2 * values, torch.ones_like(values[:, :1]), values.square().sum(1, keepdim=True)], 1
-    ).T
+    vv, oo = (x.square().sum(1, keepdim=True) for x in (values, output))
+    members = torch.cat([-2 * values, torch.ones_like(vv), vv], 1).T
+    centers = torch.cat([output, oo, torch.ones_like(oo)], 1)
     slot, pair = output.new_zeros(2 * count), output.new_zeros(2, count)
     left_out, block = 0, query_block(4 * max(count, 1), output.device)
     for o, p in zip(centers.split(block), probabilities.split(block), strict=True):
@@ -120,9 +117,8 @@ def curvatures(pairs: Pairs, exact: bool, leave_out: bool = True) -> tuple[Tenso
         p = p.index_select(1, chosen)
         p1, p2 = p[:, :count], p[:, count:]
         both = p1 + p2
-        if (
-            leave_out and count and both.max() >= TURNING_POINT
-        ):  # seldom, and a mask costs as much as all the rest
+        # Seldom, and looking for the largest costs a tenth of a mask.
+        if leave_out and count and both.max() >= TURNING_POINT:
             past = both >= TURNING_POINT
             left_out += int(past.sum())
             for x in (p1, p2, both):
