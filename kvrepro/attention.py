@@ -31,9 +31,9 @@ PART = (
 ALIGNED = 16  # CUDA's kernel reads a bias from multiples of 8 entries on
 CHANNELS = 8  # that carry a bias among the keys' own: flash kernels want a multiple of 8
 FLOOR = -1e4  # stands for -inf there, where 0 · inf would be nan: e^-10000 is 0, and float16 can hold it
-ON_CUDA = (
-    "masked"  # of ``BIASED``; not measured on a GPU yet: `kvrepro bench kernels --device cuda` compares them
-)
+# Of ``BIASED``.  A constant and no choice at run time, so that no result depends on a timing; not measured on a GPU yet:
+# `kvrepro bench kernels --device cuda` compares time and error.
+ON_CUDA = "masked"
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -202,7 +202,8 @@ def attend_masked(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, sca
     """The bias as SDPA's mask, whose kernels want it in the query's dtype: 2^-9 of it is lost in bfloat16.
 
     Flash kernels take no mask.  What does either gives a multiprocessor whole heads, so that 8 KV heads leave the most
-    of a GPU idle (the memory-efficient kernel), or plans anew for every length (cuDNN's).
+    of a GPU idle (the memory-efficient kernel), or plans anew for every length (cuDNN's): read in their sources, not
+    measured here.
     """
     mask = bias[:, :, None].to(query.dtype)
     return torch.nn.functional.scaled_dot_product_attention(query, keys, values, mask, scale=scaling)

@@ -803,8 +803,8 @@ def _drive(model: PreTrainedModel, cache: KVCache, ids: Tensor, m: int) -> None:
             return
         with torch.enable_grad():
             hidden = model.get_decoder()(input_ids=piece, cache=cache, use_cache=True).last_hidden_state
-        slope = _loss_gradient(model, hidden.detach(), ids[:, start + 1 : stop + 1])
-        gradients = torch.autograd.grad(hidden, [layer.leaf for layer in layers], slope)
+        slope = _loss_gradient(model, hidden.detach()[0], ids[0, start + 1 : stop + 1])
+        gradients = torch.autograd.grad(hidden, [layer.leaf for layer in layers], slope[None])
         for layer, gradient in zip(layers, gradients, strict=True):
             layer.learn(gradient)
         for other in sliding:
@@ -827,16 +827,16 @@ def _drive(model: PreTrainedModel, cache: KVCache, ids: Tensor, m: int) -> None:
 
 
 def _loss_gradient(model: PreTrainedModel, hidden: Tensor, labels: Tensor) -> Tensor:
-    """Gradient of the mean next-token loss by the last hidden states [1, c, E], a few tokens' logits at a time."""
+    """Gradient of the mean next-token loss by the last hidden states [c, E], a few tokens' logits at a time."""
     cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
     slopes = []
-    for states, wanted in zip(hidden.split(LOSS_BLOCK, 1), labels.split(LOSS_BLOCK, 1), strict=True):
+    for states, wanted in zip(hidden.split(LOSS_BLOCK), labels.split(LOSS_BLOCK), strict=True):
         with torch.enable_grad():
             states = states.requires_grad_()
             logits = at_least_float32(softcapped(model.get_output_embeddings()(states), cap))
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
-            slopes += torch.autograd.grad(loss / labels.numel(), states)
-    return torch.cat(slopes, 1)
+            loss = torch.nn.functional.cross_entropy(logits, wanted, reduction="sum") / len(labels)
+            slopes += torch.autograd.grad(loss, states)
+    return torch.cat(slopes)
 
 
 @contextmanager

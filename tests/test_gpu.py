@@ -243,14 +243,14 @@ def test_a_random_model_decodes_and_prefills_text(tiny_shape: None) -> None:
     found = decode.run("shape:llama-3.1-8b", contexts=[300], batches=[1, 2], retains=[0.25], repeats=1)
     assert {row["status"] for row in found["rows"]} == {"measured"} and len(found["rows"]) == 14
     assert found["machine"]["model"] == "shape:llama-3.1-8b" and found["machine"]["dtype"] == "bfloat16"
-    sample = tasks.load("needle-single", 1, 1000)[0]
-    prompt = torch.tensor([encode(tokenizer, sample, 1000).input_ids])
-    assert 1000 <= prompt.shape[1] < 1100 and prompt.max() < 256
+    sample = tasks.load("needle-single", 1, 1024)[0]
+    prompt = torch.tensor([encode(tokenizer, sample, 1024).input_ids])
+    assert 1024 <= prompt.shape[1] < 1100 and prompt.max() < 256
     whole, compression = prefill._once(model, prompt, "selkv", 0.25)
     assert whole > compression > 0
     for arm in slimmer.ARMS:  # asymkv differentiates through it
         answer = slimmer.measure(
-            "shape:llama-3.1-8b", "cpu", None, prompt[0, :700].tolist(), torch.tensor([[5, 6]]), arm, 160, 64
+            "shape:llama-3.1-8b", "cpu", None, prompt[0, :700].tolist(), torch.tensor([5, 6]), arm, 160, 64
         )[2]
         assert answer.shape == (1, 2, 300) and answer.isfinite().all()
 
