@@ -380,7 +380,9 @@ class CompressedLayer(DynamicLayer):
             assert past is not None
             self._leaf = past.keys.detach().requires_grad_()
             self._waiting = whole, observed
-            own, keys, values = (x.squeeze(0) for x in (query, key, value))  # x[0] costs zeros on the way back
+            own, keys, values = (
+                x.squeeze(0) for x in (query, key, value)
+            )  # x[0] costs zeros on the way back
             keys = torch.cat([self._leaf, keys], 1)
             out = attend_differentiable(own, keys, values, whole, observed)[None]
         elif step.learns:

@@ -18,7 +18,7 @@ from typing import Any
 import nbformat
 import pandas as pd
 
-from . import analyses, claims, models, notebooks, plots, profiles, results
+from . import analyses, claims, models, notebooks, plots, profiles, results, tasks
 from .measure import asymmetry, readings
 
 ROOT = notebooks.ROOT
@@ -80,7 +80,7 @@ def _tables(folder: Path, target: Path) -> list[Path]:
         "summary": results.summary(frame),
     }
     written = [results.carry(folder, target)]
-    if run["profile"] in profiles.available():  # the model's own, whatever the study
+    if _is_offline(run["profile"]):  # the model's own, whatever the study
         found = asymmetry.measure(*models.load(run["model"]), run["context"])
         written.append(asymmetry.write(found.parts(), target))
     for name, table in tables.items():
@@ -89,6 +89,11 @@ def _tables(folder: Path, target: Path) -> list[Path]:
     written.append(target / results.RUN)
     written[-1].write_text(json.dumps(run, indent=2) + "\n")
     return written
+
+
+def _is_offline(profile: str) -> bool:
+    """Whether this is a profile, not a study of one, and of no benchmark: what spectra are shown of."""
+    return profile in profiles.available() and set(profiles.load(profile).tasks) <= set(tasks.available())
 
 
 def _apart(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:

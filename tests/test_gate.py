@@ -64,7 +64,9 @@ def data(tmp_path: Path) -> Path:
     folder = tmp_path / "rows"
     for name in NAMES:
         write(folder / f"{name}.jsonl", *(row(name, i) for i in range(3)))
-    write(folder / "config" / "dataset2prompt.json", {name: f"{name}: {{context}} {{input}}" for name in NAMES})
+    write(
+        folder / "config" / "dataset2prompt.json", {name: f"{name}: {{context}} {{input}}" for name in NAMES}
+    )
     write(folder / "config" / "dataset2maxlen.json", dict.fromkeys(NAMES, 8))
     return folder
 

@@ -17,7 +17,11 @@ from kvrepro.evaluate import NamedArm, evaluate
 from kvrepro.measure import slimmer
 from kvrepro.measure.fresh import fresh, peak
 
-CONTEXT, BUDGET, CHUNK = 1024, 162, 40  # a quarter, also of one entry less: what the methods choose themselves
+CONTEXT, BUDGET, CHUNK = (
+    1024,
+    162,
+    40,
+)  # a quarter, also of one entry less: what the methods choose themselves
 
 
 @pytest.fixture(scope="module")
