@@ -25,9 +25,7 @@ from .rope import Rope
 SAMPLE_BLOCK = 64  # sampled queries a block: fewer, and they all see about the same part of the prompt
 QUERY_BLOCK = 256  # queries a block of whole-prompt statistics, at most: [H, 256, n] floats at a time
 BLOCK_FLOATS = {"cpu": 2**21, "cuda": 2**26}  # what stays in a CPU's cache; what fills a GPU
-PART = (
-    1024  # entries a part of a split attention holds at least: below, merging costs more than an idle thread
-)
+PART = 1024  # entries of a part, at least, where attention is split: below, merging costs more than an idle thread
 ALIGNED = 16  # CUDA's kernel reads a bias from multiples of 8 entries on
 CHANNELS = 8  # that carry a bias among the keys' own: flash kernels want a multiple of 8
 FLOOR = -1e4  # stands for -inf there, where 0 · inf would be nan: e^-10000 is 0, and float16 can hold it

@@ -380,7 +380,7 @@ def test_what_is_not_stored_is_not_tested_and_says_what_to_run(tmp_path: Path) -
     assert judge(claim(retain=(0.25, 0.1)), runs).why.startswith("quick has no selkv at 10% of the entries")
     assert (
         judge(ALL["slimmer-memory"], runs).why
-        == "memory and latency of the two are not measured side by side yet"
+        == "no measurement is stored yet; `kvrepro bench slimmer` sets the two side by side"
     )
     assert readings.verdict(judge(ALL["slimmer-memory"], runs)).startswith("not tested here: memory")
 
